@@ -1,0 +1,9 @@
+"""What every script needs and no strategy changes."""
+
+from .checkpoint import check_same, load_checkpoint, open_folder, restore, save_checkpoint
+from .data import DIGITS, IMAGENET, ImageFolder, Seeded, TrainSampler, image_folders, make_loader
+from .errors import ArgumentParser, at_least, end_on_error, user_errors
+from .metrics import AverageMeter, ProgressMeter, accuracy, preflight, reduce_mean
+from .model import build_model
+from .prefetcher import Prefetcher
+from .process import Stop, die_with_parent, own_cores, pick_device, seed_step

@@ -1,0 +1,206 @@
+"""Checkpoints that are whole or not there, and the folder they live in."""
+
+import contextlib
+import errno
+import fcntl
+import glob
+import json
+import os
+import pickle
+import shutil
+import sys
+import time
+import zipfile
+import zlib
+
+import torch
+
+from .errors import user_errors
+
+KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
+_locked = []  # open folders
+
+
+def load_checkpoint(args):
+    """The checkpoint that args.resume asks for, on the CPU, or None for a fresh start.
+
+    "auto" takes the newest good one in args.checkpoint_dir and names the damaged. Beside the KEYS
+    the dict has its `path` and a `crc` of its contents. Raises ValueError for a checkpoint that is
+    damaged or does not go with args.
+    """
+    paths, damaged = [args.resume] if args.resume else [], []
+    if args.resume == "auto":
+        names = ("checkpoint.pth", "checkpoint.prev.pth")
+        paths = [os.path.join(args.checkpoint_dir, name) for name in names]
+        paths = [path for path in paths if os.path.exists(path)]
+    for path in paths:
+        try:
+            checkpoint = _read(path)
+            break
+        except ValueError as error:
+            damaged.append(str(error))
+    else:
+        if damaged:
+            raise ValueError("; ".join(damaged))
+        if args.resume and args.evaluate:
+            raise ValueError(f"no checkpoint to evaluate in {args.checkpoint_dir}")
+        return None
+    for message in damaged:
+        print(f"{message}: taking {path}", file=sys.stderr, flush=True)
+
+    if checkpoint["arch"] != args.arch:
+        raise ValueError(f"{path} holds a {checkpoint['arch']}, not the --arch {args.arch}")
+    for name in ("batch_size", "seed"):
+        before, now = checkpoint["args"][name], getattr(args, name)
+        if checkpoint["step"] and before != now and not args.evaluate:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{path} is in mid-epoch with {flag} {before}: it cannot become {now}")
+    return checkpoint
+
+
+def _read(path):
+    """A checkpoint as a dict. Raises ValueError with the path for whatever is wrong with it."""
+    if not os.path.isfile(path):
+        raise ValueError(f"no checkpoint {path}")
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load takes flipped bytes for weights
+            if archive.testzip() is not None:
+                raise zipfile.BadZipFile("a checksum does not match")
+            crc = zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode())
+        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path} holds more than tensors, it is not loaded: {reason}") from None
+    except Exception as error:  # each kind of damage raises another one
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= KEYS:
+        raise ValueError(f"{path} is no checkpoint of these scripts: it lacks some of {KEYS}")
+    return {**checkpoint, "path": path, "crc": crc}
+
+
+def check_same(checkpoint, rank, local_rank, world_size, device, reduce_mean):
+    """End with one line unless all processes have read the same: nodes may have disks of their own.
+
+    `reduce_mean` is the one of the script, called once by every process.
+    """
+    found = torch.zeros(world_size, dtype=torch.float64, device=device)
+    found[rank] = checkpoint["crc"] if checkpoint else -1.0
+    with user_errors(local_rank):
+        if len(set(reduce_mean(found, world_size).tolist())) > 1:
+            own = checkpoint["path"] if checkpoint else "no checkpoint"
+            raise ValueError(f"the processes resume from different files; rank {rank} from {own}")
+
+
+def restore(checkpoint, net, optimizer, scaler, meters):
+    """Fill the parts of a run from a checkpoint dict; returns (epoch, step, best_acc1).
+
+    With None they stay as they are. The learning rate, momentum and weight decay stay too: they
+    are the command line's.
+    """
+    if checkpoint is None:
+        return 0, 0, 0.0
+    net.load_state_dict(checkpoint["state_dict"])
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]})
+    scaler.load_state_dict(checkpoint["scaler"] or scaler.state_dict())
+    for meter in meters:
+        meter.sum, meter.count = checkpoint["meters"][meter.name]
+    return checkpoint["epoch"], checkpoint["step"], checkpoint["best_acc1"]
+
+
+def open_folder(folder, checkpoint):
+    """Make `folder` this run's, for rank 0: create, lock and tidy it.
+
+    A run that it holds is renamed to folder.1, folder.2, ..., unless `checkpoint` is of that run:
+    then the lines of metrics.jsonl beyond it are cut, for they will be written again. Raises
+    ValueError when another run is writing there, OSError when this one could not.
+    """
+    folder = os.path.abspath(folder)
+    resumed = checkpoint and os.path.dirname(os.path.abspath(checkpoint["path"])) == folder
+    os.makedirs(folder, exist_ok=True)
+    _lock(folder)
+    if not resumed and glob.glob(glob.escape(folder) + "/*.pth"):
+        number = 1
+        while os.path.exists(f"{folder}.{number}"):
+            number += 1
+        os.rename(folder, f"{folder}.{number}")
+        print(f"{folder} held a run: renamed to {folder}.{number}", flush=True)
+        os.makedirs(folder)
+        _lock(folder)
+    for leftover in glob.glob(glob.escape(folder) + "/*.tmp"):
+        os.remove(leftover)
+    path, lines = os.path.join(folder, "metrics.jsonl"), []
+    if resumed and os.path.exists(path):
+        with open(path) as file:
+            lines = [line for line in file if _is_before(line, checkpoint)]
+    with open(path + ".tmp", "w") as file:
+        file.writelines(lines)
+        _sync(file)
+    os.replace(path + ".tmp", path)
+
+
+def _is_before(line, checkpoint):
+    try:
+        row = json.loads(line)
+    except ValueError:  # half a line: what a full disk or a power cut leaves
+        return False
+    return (row["epoch"], row["step"]) <= (checkpoint["epoch"], checkpoint["step"])
+
+
+def _lock(folder):
+    """Lock the folder until this process ends, however it ends."""
+    _locked.append(os.open(folder, os.O_RDONLY))
+    for _ in range(20):  # loader workers of a process just killed may hold it for a moment
+        try:
+            return fcntl.flock(_locked[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                return None  # a file system without locks
+        time.sleep(0.25)
+    raise ValueError(f"another run is writing to {folder}: choose another --checkpoint-dir")
+
+
+def save_checkpoint(folder, state, is_best=False, row=None):
+    """Write checkpoint.pth; what stood there becomes checkpoint.prev.pth.
+
+    With is_best, model_best.pth is the same file; `row` is added to metrics.jsonl. To replace
+    checkpoint.pth comes last and commits them: what came before a crash is done again. Each file
+    is the old or the new one at every moment. Raises OSError, and leaves the old ones, when the
+    disk is full.
+    """
+    path = os.path.join(folder, "checkpoint.pth")
+    new = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(new, "wb") as file:
+            torch.save(state, file)
+            _sync(file)
+        if is_best:
+            _link(new, os.path.join(folder, "model_best.pth"))
+        if row:
+            with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
+                file.write(json.dumps(row) + "\n")
+                _sync(file)
+        if os.path.exists(path):
+            _link(path, os.path.join(folder, "checkpoint.prev.pth"))
+        os.replace(new, path)
+        directory = os.open(folder, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+    except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
+        with contextlib.suppress(OSError):
+            os.remove(new)
+        raise OSError(f"cannot write {path}: {error}; the one before is untouched") from error
+
+
+def _link(source, target):
+    """Let `target` be `source` too, in one step: no moment without a file of that name."""
+    new = f"{target}.{os.getpid()}.tmp"
+    try:
+        os.link(source, new)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, new)
+    os.replace(new, target)
+
+
+def _sync(file):
+    file.flush()
+    os.fsync(file.fileno())

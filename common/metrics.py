@@ -1,0 +1,116 @@
+"""What is measured, how it is averaged over processes, and how it is shown and kept."""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+
+class AverageMeter:
+    """The latest value of something and its running mean."""
+
+    def __init__(self, name, digits=3):
+        self.name, self.digits = name, digits
+        self.reset()
+
+    def reset(self):
+        self.val, self.sum, self.count = 0.0, 0.0, 0
+
+    def update(self, val, n=1):
+        """Take in `val`, the mean of n observations."""
+        self.val = val
+        self.sum += val * n
+        self.count += n
+
+    @property
+    def avg(self):
+        return self.sum / max(self.count, 1)
+
+    def __str__(self):
+        return f"{self.name} {self.val:.{self.digits}f} ({self.avg:.{self.digits}f})"
+
+
+class ProgressMeter:
+    """Show how an epoch goes: a bar at a terminal, else one line per display().
+
+    `first` and `last` are the steps it starts and ends at, `batch_size` is that of all processes.
+    Create one in every process, call display() where something should be seen.
+    """
+
+    def __init__(self, epoch, first, last, batch_size, meters):
+        self.epoch, self.first, self.last = epoch, first, last
+        self.batch_size, self.meters = batch_size, meters
+        self.start, self.bar = time.perf_counter(), None
+
+    def display(self, step, lr):
+        speed = (step - self.first) * self.batch_size / (time.perf_counter() - self.start)
+        parts = "  ".join([*map(str, self.meters), f"lr {lr:.4g}", f"{speed:.0f} img/s"])
+        if not sys.stdout.isatty():
+            print(f"epoch {self.epoch} [{step}/{self.last}]  {parts}", flush=True)
+            return
+        if self.bar is None:
+            tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
+            form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
+            options = {"initial": self.first, "total": self.last, "file": sys.stdout}
+            self.bar = tqdm(
+                desc=f"epoch {self.epoch}", bar_format=form, dynamic_ncols=True, **options
+            )
+        self.bar.set_postfix_str(parts, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self, step, waited):
+        """End the epoch at `step`; returns the part of its metrics.jsonl row that is about speed.
+
+        `waited`: the seconds spent waiting for images.
+        """
+        if self.bar is not None:
+            self.bar.close()
+        seconds = time.perf_counter() - self.start
+        speed = (step - self.first) * self.batch_size / seconds
+        return {"images_per_second": speed, "data_time": waited / seconds, "seconds": seconds}
+
+
+@torch.no_grad()
+def accuracy(output, target, topk=(1, 5)):
+    """For each k, the percentage of rows whose target is among the k highest scores.
+
+    output: scores [n, classes]; target: int64 [n]. Returns a float64 scalar tensor for each k, on
+    their device. With fewer than k classes it is top-`classes`.
+    """
+    k = min(max(topk), output.shape[1])
+    hits = output.topk(k, dim=1).indices.eq(target.unsqueeze(1))
+    return [hits[:, :k].sum(dtype=torch.float64) * 100 / len(target) for k in topk]
+
+
+def reduce_mean(tensor, world_size):
+    """The mean of a tensor over all processes. All of them must call it, not only rank 0."""
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / world_size
+
+
+def preflight(args, device, backend, world_size, workers, train_set, val_set, checkpoint):
+    """Say what is about to happen, before it does."""
+    rate = args.lr * args.batch_size / 256
+    processes = f"{world_size} process{'es' if world_size > 1 else ''} on {device.type}"
+    if device.type == "cuda":
+        processes += f" ({torch.cuda.get_device_name(device)})"
+    print(
+        f"{processes}, {backend}, {args.precision}, torch {torch.__version__}; in each "
+        f"{torch.get_num_threads()} threads, {workers} loader workers\n"
+        f"{len(train_set)} images to train, {len(val_set)} to validate, {len(val_set.classes)} "
+        f"classes; {args.arch} at {args.image_size} px\n"
+        f"global batch {args.batch_size} = {world_size} x {args.batch_size // world_size}; "
+        f"learning rate {rate:.4g} = {args.lr:g} x {args.batch_size} / 256, "
+        f"reached after {args.warmup_epochs:g} epochs",
+        flush=True,
+    )
+    if checkpoint:
+        place = f"epoch {checkpoint['epoch']} step {checkpoint['step']}"
+        print(f"resumed from {checkpoint['path']} at {place}", flush=True)
+        now = vars(args)
+        for name, old in checkpoint["args"].items():
+            if name not in ("resume", "evaluate") and name in now and now[name] != old:
+                print(f"  changed: {name} {old} -> {now[name]}", flush=True)

@@ -1,0 +1,91 @@
+"""What a process settles for itself: signals, device, threads, random numbers."""
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+import time
+
+import torch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Stop:
+    """Whether this process was asked to stop, by SIGTERM, SIGINT or SIGUSR1.
+
+    The training loop looks at `requested` and stops where all processes can. A launcher passes on
+    what the terminal has sent to everybody already, so signals within two seconds are one request.
+    A later one has its default effect: a process that is stuck can still be killed.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self.since = 0.0
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number, frame):
+        if self.requested and time.monotonic() - self.since > 2:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.requested:
+            self.requested, self.since = True, time.monotonic()
+
+
+def die_with_parent():
+    """Let the kernel kill this process when the process that started it is gone (Linux).
+
+    A launcher killed by SIGKILL cannot stop its workers, which would train on in the same folder.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def own_cores(local_world_size):
+    """How many of the cores that this node lets us use are this process's share, at least 1."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    return max(1, cores // local_world_size)
+
+
+def pick_device(local_rank, local_world_size, backend=None):
+    """The torch.device of this process, made the current one; also sets the number of CPU threads.
+
+    Raises ValueError when the node has fewer GPUs than processes: only gloo lets them share one.
+    """
+    # Some launchers set OMP_NUM_THREADS=1 and some do not: the same command would be slower, and
+    # round its sums differently, under one than under the other. More than 1 is the user's wish.
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    wished = threads.isdigit() and int(threads) > (1 if local_world_size > 1 else 0)
+    torch.set_num_threads(int(threads) if wished else own_cores(local_world_size))
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        if backend == "nccl":
+            raise ValueError("--backend nccl needs GPUs and this node has none: use gloo")
+        return torch.device("cpu")
+    if local_world_size > count and backend != "gloo":
+        raise ValueError(
+            f"{local_world_size} processes on a node with {count} GPUs: start {count}, "
+            "or let them share the GPUs with --backend gloo"
+        )
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)  # before anything else touches a GPU, or GPU 0 pays for all
+    torch.backends.cudnn.benchmark = True
+    return device
+
+
+def position_seed(*position):
+    """A 63-bit seed from a few integers, such as (seed, epoch, step, rank)."""
+    text = " ".join(map(str, position)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def seed_step(seed, epoch, step, rank):
+    """Make the random numbers of a step (dropout) a function of its position alone."""
+    value = position_seed(seed, epoch, step, rank)
+    torch.default_generator.manual_seed(value)  # torch.manual_seed is 30 times slower without GPU
+    for i, generator in enumerate(torch.cuda.default_generators):
+        generator.manual_seed(value + i)
