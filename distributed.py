@@ -63,17 +63,15 @@ def parse_args():
 def main():
     # Who am I? torchrun put it in the environment; plain python is a group of one.
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    missing = [name for name in names if name not in os.environ]
-    if missing == names:
+    if os.environ.keys().isdisjoint(names):
         os.environ.update(zip(names, ["0", "0", "1", "1", "127.0.0.1", "0"], strict=True))
-        missing = []
     rank, local_rank, world_size, local_world_size = (int(os.environ.get(n, 0)) for n in names[:4])
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+    die_with_parent(launched="TORCHELASTIC_RUN_ID" in os.environ)
     stop = Stop()
 
     # What a user can get wrong is found before any process waits for another.
     with user_errors(local_rank):
+        missing = [name for name in names if name not in os.environ]
         if missing:
             raise ValueError(f"{' '.join(missing)} not set though others are: start with torchrun")
         args = parse_args()
@@ -115,18 +113,11 @@ def main():
         model.compile()
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
     check_same(checkpoint, rank, local_rank, world_size, device, reduce_mean)
-    epoch, step, best_acc1 = restore(checkpoint, net, optimizer, scaler, meters)
-
-    def save(is_best=False, row=None):
-        if rank == 0:
-            state = {"epoch": epoch, "step": step, "arch": args.arch, "best_acc1": best_acc1}
-            state |= {"state_dict": net.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"scaler": scaler.state_dict(), "args": vars(args)}
-            state["meters"] = {meter.name: (meter.sum, meter.count) for meter in meters}
-            save_checkpoint(args.checkpoint_dir, state, is_best, row)
-
+    parts = net, optimizer, scaler, meters  # what a checkpoint holds
+    epoch, step, best_acc1 = restore(checkpoint, parts)
     steps = train_sampler.steps  # of an epoch
     last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)  # over all epochs
+    stopping = False
     if rank == 0:
         preflight(args, device, backend, world_size, workers, train_set, val_set, checkpoint)
     if args.evaluate:
@@ -135,7 +126,6 @@ def main():
     elif epoch * steps + step >= last_step and rank == 0:
         print(f"nothing left to train: {epoch} epochs and {step} steps are done", flush=True)
 
-    stopping = False
     while epoch * steps + step < last_step and not stopping:
         end = min(steps, last_step - epoch * steps)
         train_sampler.set_epoch(epoch, step, end)  # another order in each epoch
@@ -169,8 +159,8 @@ def main():
                 sums, seen = torch.zeros_like(sums), step
                 if rank == 0:
                     progress.display(step, lr)
-                if save_now or (stopping and step < end):
-                    save()
+                    if save_now or (stopping and step < end):
+                        save_checkpoint(args, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
         if step < end:
@@ -181,15 +171,12 @@ def main():
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_loader, net, device, rank, world_size, args)
         best_acc1, is_best = max(acc1, best_acc1), acc1 > best_acc1
-        train_loss = meters[0].avg
         if step == steps:
             epoch, step = epoch + 1, 0
-            for meter in meters:
-                meter.reset()
-        row = {"epoch": epoch, "step": step, "train_loss": train_loss, "val_loss": val_loss}
-        row |= {"acc1": acc1, "acc5": acc5, "lr": lr, **speed}
-        row |= {"world_size": world_size, "batch_size": args.batch_size}
-        save(is_best, row)
+        if rank == 0:
+            row = {"epoch": epoch, "step": step, "train_loss": meters[0].avg, "val_loss": val_loss}
+            row |= {"acc1": acc1, "acc5": acc5, "lr": lr, "world_size": world_size, **speed}
+            save_checkpoint(args, (epoch, step, best_acc1), parts, is_best, row)
 
     unfinished = epoch * steps + step < last_step
     if rank == 0 and unfinished:

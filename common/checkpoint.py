@@ -91,14 +91,15 @@ def check_same(checkpoint, rank, local_rank, world_size, device, reduce_mean):
             raise ValueError(f"the processes resume from different files; rank {rank} from {own}")
 
 
-def restore(checkpoint, net, optimizer, scaler, meters):
-    """Fill the parts of a run from a checkpoint dict; returns (epoch, step, best_acc1).
+def restore(checkpoint, parts):
+    """Fill the parts (net, optimizer, scaler, meters) of a run; returns (epoch, step, best_acc1).
 
-    With None they stay as they are. The learning rate, momentum and weight decay stay too: they
-    are the command line's.
+    Without a checkpoint they stay as they are. The learning rate, momentum and weight decay stay
+    in any case: they are the command line's.
     """
     if checkpoint is None:
         return 0, 0, 0.0
+    net, optimizer, scaler, meters = parts
     net.load_state_dict(checkpoint["state_dict"])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]})
     scaler.load_state_dict(checkpoint["scaler"] or scaler.state_dict())
@@ -159,14 +160,21 @@ def _lock(folder):
     raise ValueError(f"another run is writing to {folder}: choose another --checkpoint-dir")
 
 
-def save_checkpoint(folder, state, is_best=False, row=None):
-    """Write checkpoint.pth; what stood there becomes checkpoint.prev.pth.
+def save_checkpoint(args, position, parts, is_best=False, row=None):
+    """Write checkpoint.pth in args.checkpoint_dir; the one before becomes checkpoint.prev.pth.
 
+    position: (epochs completed, steps done in the current one, best_acc1); parts: as in restore().
     With is_best, model_best.pth is the same file; `row` is added to metrics.jsonl. To replace
     checkpoint.pth comes last and commits them: what came before a crash is done again. Each file
     is the old or the new one at every moment. Raises OSError, and leaves the old ones, when the
     disk is full.
     """
+    net, optimizer, scaler, meters = parts
+    state = dict(zip(("epoch", "step", "best_acc1"), position, strict=True))
+    state |= {"arch": args.arch, "args": vars(args), "state_dict": net.state_dict()}
+    state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+    state["meters"] = {meter.name: (meter.sum, meter.count) for meter in meters}
+    folder = args.checkpoint_dir
     path = os.path.join(folder, "checkpoint.pth")
     new = f"{path}.{os.getpid()}.tmp"
     try:

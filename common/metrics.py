@@ -36,13 +36,17 @@ class ProgressMeter:
     """Show how an epoch goes: a bar at a terminal, else one line per display().
 
     `first` and `last` are the steps it starts and ends at, `batch_size` is that of all processes.
-    Create one in every process, call display() where something should be seen.
+    The meters are reset when the epoch starts, and go on when it is resumed. Create one in every
+    process, call display() where something should be seen.
     """
 
     def __init__(self, epoch, first, last, batch_size, meters):
         self.epoch, self.first, self.last = epoch, first, last
         self.batch_size, self.meters = batch_size, meters
         self.start, self.bar = time.perf_counter(), None
+        if first == 0:
+            for meter in meters:
+                meter.reset()
 
     def display(self, step, lr):
         speed = (step - self.first) * self.batch_size / (time.perf_counter() - self.start)
@@ -69,7 +73,8 @@ class ProgressMeter:
             self.bar.close()
         seconds = time.perf_counter() - self.start
         speed = (step - self.first) * self.batch_size / seconds
-        return {"images_per_second": speed, "data_time": waited / seconds, "seconds": seconds}
+        row = {"images_per_second": speed, "data_time": waited / seconds, "seconds": seconds}
+        return row | {"batch_size": self.batch_size}
 
 
 @torch.no_grad()

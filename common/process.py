@@ -20,6 +20,8 @@ class Stop:
     A later one has its default effect: a process that is stuck can still be killed.
     """
 
+    signals = SIGNALS
+
     def __init__(self):
         self.requested = False
         self.since = 0.0
@@ -34,12 +36,13 @@ class Stop:
             self.requested, self.since = True, time.monotonic()
 
 
-def die_with_parent():
-    """Let the kernel kill this process when the process that started it is gone (Linux).
+def die_with_parent(launched=True):
+    """Let the kernel kill this process when the one that started it is gone (Linux).
 
-    A launcher killed by SIGKILL cannot stop its workers, which would train on in the same folder.
+    A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
+    to the folder that the next run uses. Not for a process that outlives the shell it began in.
     """
-    if sys.platform == "linux":
+    if launched and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
