@@ -1,0 +1,142 @@
+"""How the tests start scripts: as a user does, with a timeout, and with nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+# Fast settings: a small model without BatchNorm on small images, three steps an epoch.
+SMALL = "--arch tests.nets:plain --image-size 24 --batch-size 48 --epochs 2".split()
+
+
+def torchrun(processes, script="distributed.py"):
+    """The command for `processes` processes on this machine."""
+    run = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
+    return [*run, f"--nproc-per-node={processes}", str(ROOT / script)]
+
+
+class Job:
+    """A command in a session of its own, whose every descendant can be found."""
+
+    def __init__(self, command, cwd, env=None):
+        self.mark = f"TEST_JOB={uuid.uuid4()}"
+        name, _, value = self.mark.partition("=")
+        # A user's command line: no thread count, no ranks, no launcher's variables.
+        clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=cwd,
+            env=clean | {"PYTHONUNBUFFERED": "1", name: value} | (env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def pids(self):
+        """Every live process that this job has started, itself included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+                except OSError:
+                    continue  # ended meanwhile, or not ours to look at
+        return found
+
+    def kill(self):
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def wait(self, timeout):
+        """(exit code, output). Fails, and kills, when it takes longer or leaves a process."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            output, _ = self.process.communicate(timeout=20)
+            pytest.fail(f"{self.process.args} took more than {timeout} s:\n{output}")
+        deadline = time.monotonic() + 10
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in self.pids()]
+        self.kill()
+        assert not left, f"left behind by {self.process.args}: {left}\n{output}"
+        return self.process.returncode, output
+
+    def wait_for(self, pattern, timeout=60):
+        """Read the output until a line matches; returns what was read."""
+        seen, deadline = "", time.monotonic() + timeout
+        for line in self.process.stdout:
+            seen += line
+            if re.search(pattern, line):
+                return seen
+            if time.monotonic() > deadline:
+                break
+        self.kill()
+        pytest.fail(f"{pattern!r} not in the output of {self.process.args}:\n{seen}")
+
+
+def run(command, cwd, timeout=150, env=None, code=0):
+    """Run to the end; returns the output. Fails on another exit code than `code`."""
+    returned, output = Job(command, cwd, env).wait(timeout)
+    assert returned == code, f"{command} ended with {returned}, not {code}:\n{output}"
+    return output
+
+
+def load(folder, name="checkpoint.pth"):
+    return torch.load(Path(folder) / name, weights_only=True, map_location="cpu")
+
+
+def rows(folder, timings=True):
+    """The lines of metrics.jsonl as dicts."""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    if not timings:
+        for line in lines:
+            for key in ("images_per_second", "data_time", "seconds"):
+                del line[key]
+    return lines
+
+
+def same_state(a, b):
+    """Whether two checkpoints hold the same to the bit: weights, buffers, momentum, meters."""
+    tensors = [a["state_dict"][key].equal(b["state_dict"][key]) for key in a["state_dict"]]
+    momentum = [c["optimizer"]["state"] for c in (a, b)]
+    for i in momentum[0]:
+        x, y = (m[i]["momentum_buffer"] for m in momentum)
+        tensors.append(x.equal(y))
+    keys = ("epoch", "step", "best_acc1", "meters", "scaler")
+    return all(tensors) and all(a[key] == b[key] for key in keys)
+
+
+def last_result(output):
+    """(loss, acc@1, acc@5) of the last evaluation in a script's output."""
+    found = re.findall(r"^ \* loss ([\d.]+)  acc@1 ([\d.]+)  acc@5 ([\d.]+)$", output, re.M)
+    assert found, output
+    return tuple(map(float, found[-1]))
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory):
+    """A folder to run in, which has the digits already."""
+    from common.data import digits_folder
+
+    folder = tmp_path_factory.mktemp("work")
+    digits_folder(str(folder / "data"))
+    return folder

@@ -1,0 +1,39 @@
+"""Small models for the tests, named as --arch tests.nets:NAME."""
+
+from torch import nn
+
+
+def plain(num_classes):
+    """No BatchNorm: what it computes for an image does not depend on the rest of the batch."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 5, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(128, num_classes),
+    )
+
+
+def normed(num_classes):
+    """BatchNorm, and dropout: state beside the weights, and random numbers in every step."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 5, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(128, num_classes),
+    )
+
+
+def two_outputs(num_classes):
+    class Net(nn.Module):
+        def forward(self, images):
+            return images, images
+
+    return Net()
+
+
+def wrong_head(num_classes):
+    return plain(num_classes + 1)
