@@ -146,14 +146,15 @@ def main(rank, world_size, store):
             scaler.update()
 
             step += 1
-            sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)])
+            # Sums of 24-bit numbers are exact in float64: an interruption leaves no trace in them.
+            sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
             save_now = args.checkpoint_freq and step % args.checkpoint_freq == 0 and step < end
             # Not every step: reading a number makes the CPU wait for the GPU, and this for all.
             if step % args.print_freq == 0 or step == end or save_now:
                 sums[3] = stop.requested  # if one process is to stop, all do
                 *values, stopping = reduce_mean(sums, world_size).tolist()
                 for meter, value in zip(meters, values, strict=True):
-                    meter.update(value / (step - seen), step - seen)
+                    meter.update(value, step - seen)
                 sums, seen = torch.zeros_like(sums), step
                 if rank == 0:
                     progress.display(step, lr)

@@ -18,10 +18,10 @@ class AverageMeter:
     def reset(self):
         self.val, self.sum, self.count = 0.0, 0.0, 0
 
-    def update(self, val, n=1):
-        """Take in `val`, the mean of n observations."""
-        self.val = val
-        self.sum += val * n
+    def update(self, total, n=1):
+        """Take in n observations whose sum is `total`."""
+        self.val = total / n
+        self.sum += total
         self.count += n
 
     @property

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# One launch command per strategy:
+#
+#   ./start.sh                       train with distributed.py on the built-in digits
+#   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing
+#   ./start.sh test [pytest flags]   run the tests
+#
+#   NGPU=2 ./start.sh distributed    how many processes (default: one per GPU; 2 without GPUs)
+#   CUDA_VISIBLE_DEVICES=4,5 ./start.sh   which GPUs
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# Prints the number of GPUs, and fails without torch >= 2.6 and torchvision.
+probe() {
+    python -c 'import torch, torchvision
+assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+print(torch.cuda.device_count())' 2>/dev/null
+}
+run() {
+    printf '+ %s\n' "$*" >&2
+    exec "$@"
+}
+
+# The active environment if it has torch, else .venv, made at first use.
+if ! gpus=$(probe); then
+    export PATH="$PWD/.venv/bin:$PATH"
+    if [ ! -x .venv/bin/python ]; then
+        echo "Making .venv with torch and torchvision: several GB, this once." >&2
+        python3 -m venv .venv || { rm -rf .venv; exit 2; }
+    fi
+    gpus=$(probe) || { python -m pip install -r requirements.txt && gpus=$(probe); }
+fi
+python -c 'import sklearn, tqdm' 2>/dev/null || python -m pip install scikit-learn tqdm
+NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
+
+name=${1:-distributed}
+[ $# -eq 0 ] || shift
+case $name in
+    dataparallel) run python dataparallel.py "$@" ;;
+    distributed) run torchrun --standalone --nproc-per-node="$NGPU" distributed.py "$@" ;;
+    launch) run python -m torch.distributed.launch --nproc_per_node="$NGPU" distributed.py "$@" ;;
+    multiprocessing) run python multiprocessing_distributed.py --nprocs="$NGPU" "$@" ;;
+    test)
+        python -m pip install --quiet -r requirements-dev.txt
+        run python -m pytest "$@"
+        ;;
+    *)
+        sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+        exit 2
+        ;;
+esac
