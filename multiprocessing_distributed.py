@@ -5,8 +5,6 @@ $ python multiprocessing_distributed.py --data /path/to/imagenet
 
 import gc
 import math
-import os
-import signal
 import sys
 import tempfile
 from datetime import timedelta
@@ -25,6 +23,7 @@ from common.metrics import AverageMeter, ProgressMeter, accuracy, preflight, red
 from common.model import build_model
 from common.prefetcher import Prefetcher
 from common.process import Stop, die_with_parent, own_cores, pick_device, seed_step
+from common.spawn import child, supervise
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -217,28 +216,14 @@ def validate(loader, net, device, rank, world_size, args):
     return loss, acc1, acc5
 
 
-def run(rank, world_size, store):
-    try:
-        sys.exit(main(rank, world_size, store))
-    except Exception:  # mp.spawn would keep the message to itself until all processes have ended
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
-
-
 def spawn():
     with user_errors(0):
         nprocs = parse_args().nprocs or torch.cuda.device_count() or 2
     # Not a port, which another run or user could take: a file in a folder that only we can enter.
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(run, (nprocs, f"file://{folder}/store"), nprocs, join=False)
-        for number in Stop.signals:  # each process stops by itself, where all can
-            signal.signal(number, lambda n, _: [os.kill(p.pid, n) for p in context.processes])
-        try:
-            while not context.join(grace_period=3):
-                pass
-        except mp.ProcessExitedException as error:
-            sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
+        store = f"file://{folder}/store"
+        return supervise(mp.spawn(child, (main, nprocs, store), nprocs, join=False))
 
 
 if __name__ == "__main__":
-    spawn()
+    sys.exit(spawn())

@@ -7,3 +7,4 @@ from .metrics import AverageMeter, ProgressMeter, accuracy, preflight, reduce_me
 from .model import build_model
 from .prefetcher import Prefetcher
 from .process import Stop, die_with_parent, own_cores, pick_device, seed_step
+from .spawn import child, supervise

@@ -30,6 +30,10 @@ def at_least(minimum, kind=int):
     return number
 
 
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextlib.contextmanager
 def user_errors(local_rank):
     """Turn a ValueError or OSError into one line on stderr and exit code 2.
@@ -45,7 +49,7 @@ def user_errors(local_rank):
                 signal.signal(number, signal.SIG_DFL)
             time.sleep(30)  # reached only where local rank 0 did not fail: then it is said here
         sys.stdout.flush()
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {first_line(error)}\n")
         sys.stderr.flush()
         os._exit(2)
 

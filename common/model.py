@@ -5,6 +5,8 @@ import importlib
 import torch
 from torchvision import models
 
+from .errors import first_line
+
 
 def build_model(args, num_classes, device):
     """The module that args.arch names, on `device` in channels_last, with `num_classes` outputs.
@@ -24,7 +26,7 @@ def build_model(args, num_classes, device):
         with torch.no_grad():
             output = net.eval()(image.contiguous(memory_format=torch.channels_last))
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"{arch} cannot take --image-size {image_size}: {reason}") from None
     if getattr(output, "shape", None) != (1, num_classes):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"

@@ -20,8 +20,6 @@ class Stop:
     A later one has its default effect: a process that is stuck can still be killed.
     """
 
-    signals = SIGNALS
-
     def __init__(self):
         self.requested = False
         self.since = 0.0

@@ -1,0 +1,44 @@
+"""Both ends of mp.spawn(child, (main, ...), join=False): what runs in it, what waits for it."""
+
+import logging
+import os
+import signal
+import sys
+
+import torch.multiprocessing as mp
+
+from .process import SIGNALS
+
+
+def child(index, main, *args):
+    """Run main(index, *args) and exit with what it returns."""
+    try:
+        code = main(index, *args)
+    except Exception:  # mp.spawn would keep it to itself until all processes have ended
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    sys.exit(code)
+
+
+def supervise(context):
+    """Wait for all children, pass signals on to them; returns the exit code of the first to fail.
+
+    When one fails the others have three seconds to end by themselves.
+    """
+
+    def pass_on(number, frame):  # each stops by itself, where all can
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    for number in SIGNALS:
+        signal.signal(number, pass_on)
+    logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
+    try:
+        while not context.join(grace_period=3):
+            pass
+    except mp.ProcessExitedException as error:
+        if error.exit_code < 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return max(error.exit_code, 1)
+    return 0

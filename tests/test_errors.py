@@ -1,0 +1,237 @@
+"""What a user can get wrong is said in one line, once, with exit code 2, within seconds."""
+
+import json
+import os
+import shutil
+import socket
+
+import pytest
+import torch
+from conftest import PYTHON, ROOT, SMALL, Job, run, torchrun
+
+from common import user_errors
+from common.process import pick_device
+
+PYTHON_RUN = [PYTHON, str(ROOT / "distributed.py")]
+SPAWN = [PYTHON, str(ROOT / "multiprocessing_distributed.py"), "--nprocs=2"]
+
+
+@pytest.fixture(scope="module")
+def folders(work):
+    """Data folders with one thing wrong in each."""
+
+    def copy(name):
+        shutil.copytree(work / "data/digits", work / name)
+        return work / name
+
+    shutil.rmtree(copy("no_val") / "val")
+    flat = copy("flat_val") / "val"
+    for path in list(flat.glob("*/*")):
+        path.rename(flat / path.name)
+    for digit in range(10):
+        (flat / str(digit)).rmdir()
+    shutil.rmtree(copy("other_classes") / "val/7")
+    for path in (copy("empty_class") / "train/4").iterdir():
+        path.unlink()
+    for path in (copy("empty_val") / "val").glob("*/*"):
+        path.unlink()
+    (work / "garbage.pth").write_bytes(b"not a checkpoint")
+    torch.save({"state_dict": {}}, work / "weights.pth")
+    (work / "a_file").write_text("")
+    return work
+
+
+CASES = {
+    "no folder": ("--data nowhere", "no folder nowhere/train: --data needs train/ and val/ in it"),
+    "no val": ("--data no_val", "no folder no_val/val: --data needs train/ and val/ in it"),
+    "flat val": (
+        "--data flat_val",
+        "no class folders in flat_val/val: put its images into flat_val/val/CLASS/",
+    ),
+    "classes": ("--data other_classes", "and 1 are in one only, such as 7"),
+    "empty class": ("--data empty_class", "no images in empty_class/train/4"),
+    "empty val": ("--data empty_val", "no images (.jpg"),
+    "batch too large": ("-b 2000", "1437 images to train do not fill one --batch-size 2000"),
+    "unknown arch": ("-a resnet19", "unknown --arch resnet19: give package.module:callable or one"),
+    "unknown module": ("-a nowhere:net", "cannot import --arch nowhere:net: No module named"),
+    "unknown callable": ("-a tests.nets:x", "cannot import --arch tests.nets:x: module"),
+    "size": ("-a maxvit_t", "maxvit_t cannot take --image-size 24: "),
+    "tuple": ("-a tests.nets:two_outputs", "tests.nets:two_outputs gives a tuple for one image"),
+    "head": ("-a tests.nets:wrong_head", "gives (1, 11) for one image, not scores [1, 10]"),
+    "weights of own": ("--pretrained", "--pretrained is for torchvision's models: let tests.nets"),
+    "unknown flag": ("--epoch-count 3", "unrecognized arguments: --epoch-count 3 (see --help)"),
+    "not a number": ("--epochs many", "argument --epochs: invalid int value: 'many'"),
+    "zero": ("--print-freq 0", "argument -p/--print-freq: 0 is less than 1"),
+    "nan": ("--lr nan", "argument --lr: nan is less than 0"),
+    "no checkpoint": ("--resume nothing.pth", "no checkpoint nothing.pth"),
+    "garbage": ("--resume garbage.pth", "garbage.pth is damaged (BadZipFile: File is not a zip"),
+    "not ours": ("--resume weights.pth", "weights.pth is no checkpoint of these scripts"),
+    "nothing to evaluate": ("-e --resume auto --checkpoint-dir none", "no checkpoint to evaluate"),
+    "folder is a file": ("--checkpoint-dir a_file", "File exists: "),
+    "folder below a file": ("--checkpoint-dir a_file/c", "Not a directory: "),
+    "nccl": ("--backend nccl", "--backend nccl needs GPUs and this node has none: use gloo"),
+    "sync-bn": ("--sync-bn", "--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs"),
+}
+
+
+# Imports torch once, and runs the script in a fork of itself for each line of flags.
+FORKS = """
+import json, os, sys, distributed
+for flags in json.load(open("flags.json")):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        sys.argv = ["distributed.py", *flags]
+        os._exit(distributed.main())
+    os.close(write)
+    print(json.dumps([os.fdopen(read).read(), os.waitstatus_to_exitcode(os.wait()[1])]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders):
+    """What each case prints, and its exit code."""
+    flags = [[*SMALL, "--checkpoint-dir", "none", *flags.split()] for flags, _ in CASES.values()]
+    (folders / "flags.json").write_text(json.dumps(flags))
+    (folders / "forks.py").write_text(FORKS)
+    output = run([PYTHON, "forks.py"], folders, env={"PYTHONPATH": str(ROOT)})
+    return dict(zip(CASES, map(json.loads, output.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line(case, outcomes, folders):
+    if torch.cuda.is_available() and case in ("nccl", "sync-bn"):
+        pytest.skip("only wrong without a GPU")
+    output, code = outcomes[case]
+    (line,) = output.splitlines()
+    assert line.startswith("error: ") and CASES[case][1] in line and code == 2
+    assert not (folders / "none").exists()  # nor is anything written
+
+
+@pytest.mark.parametrize("flags", ["--data flat_val", "-b 63", "-a tests.nets:wrong_head"])
+def test_once_with_mp_spawn(flags, folders, tmp_path):
+    command = [*SPAWN, *SMALL, "--checkpoint-dir", tmp_path / "c", *flags.split()]
+    (line,) = run(command, folders, timeout=60, code=2).strip().splitlines()
+    assert line.startswith("error: ")
+
+
+@pytest.mark.parametrize("flags", ["--data flat_val", "--epochs many", "-a tests.nets:wrong_head"])
+def test_once_under_torchrun_too(flags, folders, tmp_path):
+    """torchrun adds its own report and returns 1; our line comes once, from local rank 0."""
+    command = [*torchrun(4), *SMALL, "--checkpoint-dir", tmp_path / "c", *flags.split()]
+    output = run(command, folders, timeout=60, code=1)
+    assert output.count("error: ") == 1 and output.count("Traceback") <= 1  # torchrun's
+    assert "exitcode  : 2" in output and "distributed.py FAILED" in output
+
+
+def test_partly_set_variables(work):
+    for env, missing in (
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"),
+        ({"MASTER_PORT": "29500"}, "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR"),
+    ):
+        output = run([*PYTHON_RUN, *SMALL], work, env=env, code=2, timeout=40)
+        expected = f"error: {missing} not set though others are: start with torchrun"
+        assert output.strip() == expected
+
+
+def test_arguments_of_a_checkpoint(work, tmp_path):
+    folder = ["--checkpoint-dir", tmp_path / "c"]
+    run([*PYTHON_RUN, *SMALL, *folder, "--max-steps", "2"], work)
+    path = tmp_path / "c/checkpoint.pth"
+    for flags, message in {
+        "-a tests.nets:normed": f"{path} holds a tests.nets:plain, not the --arch tests.nets:"
+        "normed",
+        "-b 24": f"{path} is in mid-epoch with --batch-size 48: it cannot become 24",
+        "--seed 5": f"{path} is in mid-epoch with --seed 0: it cannot become 5",
+    }.items():
+        command = [*PYTHON_RUN, *SMALL, *folder, "--resume", "auto", *flags.split()]
+        assert run(command, work, code=2, timeout=40).strip() == f"error: {message}"
+    # What may change is printed: here the rate, which is the command line's from now on.
+    command = [*PYTHON_RUN, *SMALL, *folder, "--resume", "auto", "--max-steps", "3", "--lr", "0.02"]
+    output = run(command, work)
+    assert "  changed: lr 0.1 -> 0.02\n" in output and "changed: seed" not in output
+
+
+def test_processes_that_would_resume_from_different_files(work, tmp_path):
+    """Two nodes with disks of their own: one process finds a checkpoint and one does not."""
+    run([*PYTHON_RUN, *SMALL, "--max-steps", "2", "--checkpoint-dir", tmp_path / "c"], work)
+    script = tmp_path / "node.py"
+    script.write_text(
+        "import os, sys, distributed\n"
+        f"sys.argv += ['--checkpoint-dir', '{tmp_path}/' + 'cd'[int(os.environ['RANK'])]]\n"
+        "distributed.main()\n"
+    )
+    command = [*torchrun(2, script), *SMALL, "--resume", "auto"]
+    output = run(command, work, env={"PYTHONPATH": str(ROOT)}, code=1, timeout=60)
+    assert output.count("error: ") == 1
+    assert f"the processes resume from different files; rank 0 from {tmp_path}/c/check" in output
+
+
+def test_a_folder_in_use(work, tmp_path):
+    command = [*PYTHON_RUN, *SMALL, "--epochs", "500", "--checkpoint-dir", tmp_path / "c"]
+    job = Job(command, work)
+    job.wait_for("global batch")
+    output = run(command, work, code=2, timeout=60)
+    assert output.strip() == (
+        f"error: another run is writing to {tmp_path}/c: choose another --checkpoint-dir"
+    )
+    assert job.process.poll() is None and not (tmp_path / "c.1").exists()
+    job.kill()
+    job.wait(20)
+    run([*command, "--max-steps", "1"], work)  # and free again
+
+
+def test_a_taken_port(work):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env = {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        output = run([*PYTHON_RUN, *SMALL, "-e", "--pretrained"][:-2], work, env=env, code=1)
+    assert port in output.strip().splitlines()[-1] and "EADDRINUSE" in output
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert pick_device(1, 2) == torch.device("cuda:1")
+    assert pick_device(3, 4, "gloo") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="4 processes on a node with 2 GPUs: start 2, or let them"):
+        pick_device(0, 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert pick_device(3, 4) == torch.device("cpu")
+
+
+def test_the_other_processes_wait_for_local_rank_0_to_speak(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("time.sleep", lambda seconds: ended.append(f"waited {seconds} s"))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for local_rank in (0, 1):
+        with user_errors(local_rank):
+            raise ValueError("wrong")
+    assert ended == [2, "waited 30 s", 2]
+    assert capsys.readouterr().err == "error: wrong\n" * 2
+
+
+def test_flags_do_not_collide_with_torchruns(monkeypatch):
+    """torchrun refuses a script's flag that is an abbreviation of several of its own."""
+    from torch.distributed.run import get_args_parser
+
+    import distributed
+
+    theirs = [o for a in get_args_parser()._actions for o in a.option_strings if o[:2] == "--"]
+    parsers = []
+    original = distributed.ArgumentParser.parse_args
+    monkeypatch.setattr(
+        distributed.ArgumentParser,
+        "parse_args",
+        lambda self, *a: parsers.append(self) or original(self, []),
+    )
+    distributed.parse_args()
+    ours = [o for a in parsers[0]._actions for o in a.option_strings if o[:2] == "--"]
+    assert len(ours) > 25
+    for flag in ours:
+        assert sum(option.startswith(flag) and option != flag for option in theirs) < 2, flag
