@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import sys
-import time
 import zipfile
 import zlib
 
@@ -18,7 +17,7 @@ import torch
 from .errors import user_errors
 
 KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
-_locked = []  # open folders
+_locks = []  # open files
 
 
 def load_checkpoint(args):
@@ -129,35 +128,28 @@ def open_folder(folder, checkpoint):
         _lock(folder)
     for leftover in glob.glob(glob.escape(folder) + "/*.tmp"):
         os.remove(leftover)
-    path, lines = os.path.join(folder, "metrics.jsonl"), []
+    path, kept = os.path.join(folder, "metrics.jsonl"), []
     if resumed and os.path.exists(path):
-        with open(path) as file:
-            lines = [line for line in file if _is_before(line, checkpoint)]
+        position = (checkpoint["epoch"], checkpoint["step"])
+        with open(path) as file, contextlib.suppress(ValueError):  # half a line ends it
+            for line in file:
+                row = json.loads(line)
+                kept += [line] if (row["epoch"], row["step"]) <= position else []
     with open(path + ".tmp", "w") as file:
-        file.writelines(lines)
+        file.writelines(kept)
         _sync(file)
     os.replace(path + ".tmp", path)
 
 
-def _is_before(line, checkpoint):
-    try:
-        row = json.loads(line)
-    except ValueError:  # half a line: what a full disk or a power cut leaves
-        return False
-    return (row["epoch"], row["step"]) <= (checkpoint["epoch"], checkpoint["step"])
-
-
 def _lock(folder):
-    """Lock the folder until this process ends, however it ends."""
-    _locked.append(os.open(folder, os.O_RDONLY))
-    for _ in range(20):  # loader workers of a process just killed may hold it for a moment
-        try:
-            return fcntl.flock(_locked[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                return None  # a file system without locks
-        time.sleep(0.25)
-    raise ValueError(f"another run is writing to {folder}: choose another --checkpoint-dir")
+    """Lock the folder for as long as this process lives; its children do not inherit the lock."""
+    _locks.append(os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT))
+    try:
+        fcntl.lockf(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # others: a file system without locks
+            message = f"another run is writing to {folder}: choose another --checkpoint-dir"
+            raise ValueError(message) from None
 
 
 def save_checkpoint(args, position, parts, is_best=False, row=None):

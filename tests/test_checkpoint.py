@@ -1,0 +1,221 @@
+"""The checkpoint's file and folder: whole or not there, damaged ones named, runs kept apart."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import PYTHON, ROOT, SMALL, load, rows, run
+
+from common import AverageMeter, load_checkpoint, open_folder, restore, save_checkpoint
+from tests import nets
+
+
+def parts():
+    torch.manual_seed(0)
+    net = nets.plain(10)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=True)
+    net(torch.rand(2, 3, 24, 24)).sum().backward()
+    optimizer.step()
+    return net, optimizer, torch.amp.GradScaler("cpu", enabled=False), [AverageMeter("loss")]
+
+
+def arguments(folder, resume="auto", **more):
+    known = {"arch": "a", "batch_size": 8, "seed": 0, "evaluate": False, "checkpoint_dir": folder}
+    return SimpleNamespace(**{**known, "checkpoint_dir": str(folder), "resume": resume, **more})
+
+
+def write(folder, count, **more):
+    """Save `count` checkpoints, of epochs 1, 2, ..."""
+    folder.mkdir(exist_ok=True)
+    for epoch in range(1, count + 1):
+        row = {"epoch": epoch, "step": 0}
+        save_checkpoint(arguments(folder), (epoch, 0, 50.0), parts(), row=row, **more)
+
+
+def test_what_is_saved_is_what_is_restored(tmp_path):
+    write(tmp_path, 2, is_best=True)
+    net, optimizer, scaler, meters = parts()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    checkpoint = load_checkpoint(arguments(tmp_path))
+    assert restore(checkpoint, (net, optimizer, scaler, meters)) == (2, 0, 50.0)
+    other, other_optimizer, *_ = parts()
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert a.equal(b)
+        momenta = optimizer.state[a]["momentum_buffer"], other_optimizer.state[b]["momentum_buffer"]
+        assert momenta[0].equal(momenta[1])
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5  # the command line's
+    assert sorted(os.listdir(tmp_path)) == [
+        "checkpoint.prev.pth",
+        "checkpoint.pth",
+        "metrics.jsonl",
+        "model_best.pth",
+    ]
+    assert load(tmp_path, "checkpoint.prev.pth")["epoch"] == 1
+    assert (tmp_path / "model_best.pth").samefile(tmp_path / "checkpoint.pth")
+
+
+def test_keys_are_plain_python(tmp_path):
+    write(tmp_path, 1)
+    checkpoint = load(tmp_path)
+    assert checkpoint.keys() == {
+        *("epoch", "step", "arch", "best_acc1", "state_dict"),
+        *("optimizer", "scaler", "meters", "args"),
+    }
+    assert type(checkpoint["args"]) is dict
+
+
+def damaged(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        # Bytes of a weight: torch.load would take them.
+        with zipfile.ZipFile(path) as archive:
+            entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+        content[entry.header_offset + entry.file_size // 2 + 200] ^= 0xFF
+    else:
+        content = content[: len(content) * how // 100]
+    path.unlink()  # not in place: model_best.pth may be the same file
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", [0, 50, 99, "flipped"])
+def test_the_previous_one_is_taken_for_a_damaged_one(tmp_path, how, capsys):
+    write(tmp_path, 2)
+    newest, previous = tmp_path / "checkpoint.pth", tmp_path / "checkpoint.prev.pth"
+    damaged(newest, how)
+    assert load_checkpoint(arguments(tmp_path))["epoch"] == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"{newest} is damaged") and message.endswith(f"taking {previous}\n")
+    with pytest.raises(ValueError, match=f"{newest} is damaged"):
+        load_checkpoint(arguments(tmp_path, str(newest)))
+    damaged(previous, how)
+    with pytest.raises(ValueError, match=f"{newest} is damaged .*; {previous} is damaged "):
+        load_checkpoint(arguments(tmp_path))
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    write(tmp_path, 1)
+    path = tmp_path / "checkpoint.pth"
+    good, state = path.read_bytes(), load(tmp_path)["state_dict"]
+    random.seed(0)
+    for _ in range(40):
+        content = bytearray(good)
+        content[random.randrange(len(good))] ^= 1 << random.randrange(8)
+        path.write_bytes(content)
+        try:
+            got = load_checkpoint(arguments(tmp_path))["state_dict"]
+        except ValueError:
+            continue
+        assert all(got[key].equal(state[key]) for key in state)  # it hit padding
+
+
+class Command:
+    def __reduce__(self):
+        return os.system, (f"touch {Command.path}",)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    Command.path = tmp_path / "ran"
+    pickle.loads(pickle.dumps(Command()))
+    assert Command.path.exists()  # it would
+    Command.path.unlink()
+    write(tmp_path / "c", 1)
+    checkpoint = load(tmp_path / "c")
+    torch.save({**checkpoint, "args": Command()}, tmp_path / "c/checkpoint.pth")
+    with pytest.raises(ValueError, match="holds more than tensors, it is not loaded"):
+        load_checkpoint(arguments(tmp_path / "c"))
+    assert not Command.path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: needs root")
+def test_a_full_disk_leaves_the_old_checkpoint(work, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], check=True)
+    try:
+        command = [PYTHON, ROOT / "distributed.py", *SMALL, "--checkpoint-dir", disk / "c"]
+        run([*command, "--max-steps", "2"], work)
+        before = (disk / "c/checkpoint.pth").read_bytes()
+        room = shutil.disk_usage(disk).free
+        subprocess.run(["fallocate", "-l", str(room - 8192), disk / "filler"], check=True)
+        output = run([*command, "--resume", "auto"], work, code=1)
+        last = output.strip().splitlines()[-1]
+        assert last.startswith("rank 0 failed at epoch 1 step 0: cannot write ")
+        assert last.endswith("the one before is untouched") and "No space left" in last
+        assert (disk / "c/checkpoint.pth").read_bytes() == before
+        assert not list((disk / "c").glob("*.tmp"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_resume_cuts_what_the_checkpoint_did_not_commit(tmp_path):
+    write(tmp_path, 2)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"epoch": 3, "step": 0}) + '\n{"epoch": 4, "st')
+    (tmp_path / "checkpoint.pth.1234.tmp").write_text("of a process that was killed")
+    open_folder(str(tmp_path), load_checkpoint(arguments(tmp_path)))
+    assert [row["epoch"] for row in rows(tmp_path)] == [1, 2]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_run_is_only_continued_in_its_own_folder(tmp_path, capsys):
+    write(tmp_path / "a", 1)
+    write(tmp_path / "b", 2)
+    open_folder(
+        f"{tmp_path}/b/", load_checkpoint(arguments(tmp_path, f"{tmp_path}/a/checkpoint.pth"))
+    )
+    assert capsys.readouterr().out.endswith(f"renamed to {tmp_path}/b.1\n")
+    assert load(tmp_path / "b.1")["epoch"] == 2
+    assert sorted(os.listdir(tmp_path / "b")) == [".lock", "metrics.jsonl"] and not rows(
+        tmp_path / "b"
+    )
+
+
+WRITER = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+from test_checkpoint import *
+folder = Path(sys.argv[3])
+for epoch in range(1, 1000):
+    row = {"epoch": epoch, "step": 0}
+    save_checkpoint(arguments(folder), (epoch, 0, 0.0), parts(), epoch % 2, row)
+    print(epoch, flush=True)
+"""
+
+
+def test_killed_while_writing(tmp_path):
+    """At any moment there is a good checkpoint, at least as new as the last that was reported."""
+    folder = tmp_path / "c"
+    folder.mkdir()
+    code = WRITER.replace("import sys", "import sys\nfrom pathlib import Path", 1)
+    random.seed(0)
+    for _ in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, ROOT, ROOT / "tests", folder],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        reported = 0
+        for _ in range(random.randrange(5, 60)):
+            reported = int(process.stdout.readline())
+        process.kill()
+        process.communicate()
+        checkpoint = load_checkpoint(arguments(folder))
+        assert checkpoint["epoch"] >= reported
+        assert load(folder, "model_best.pth")["epoch"] % 2 == 1
+        open_folder(str(folder), checkpoint)
+        assert [row["epoch"] for row in rows(folder)] == list(range(1, checkpoint["epoch"] + 1))
+        assert not list(folder.glob("*.tmp"))
+        shutil.rmtree(folder)
+        folder.mkdir()

@@ -1,0 +1,98 @@
+"""The scripts are meant to be diffed: these tests keep each diff the lesson and nothing else."""
+
+import ast
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+# Changed lines, both sides, against distributed.py.
+CEILINGS = {
+    "dataparallel": 60,
+    "multiprocessing_distributed": 50,
+    "distributed_slurm_main": 75,
+    "apex_distributed": 65,
+    "horovod_distributed": 65,
+}
+OTHERS = [name for name in CEILINGS if (ROOT / f"{name}.py").exists()]
+SCRIPTS = ["distributed", *OTHERS]
+
+
+def tree(name):
+    return ast.parse((ROOT / f"{name}.py").read_text())
+
+
+def functions(name):
+    text = (ROOT / f"{name}.py").read_text()
+    found = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+    return {key: ast.get_source_segment(text, node) for key, node in found.items()}
+
+
+def imported(path):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    return names | {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_diff_is_the_one_committed_and_below_its_ceiling(name):
+    command = ["diff", "-U2", "--label", "distributed.py", "--label", f"{name}.py"]
+    command += [ROOT / "distributed.py", ROOT / f"{name}.py"]
+    made = subprocess.run(command, capture_output=True, text=True).stdout
+    assert made == (ROOT / "diffs" / f"{name}.diff").read_text(), "run diffs/generate.sh"
+    changed = [line for line in made.splitlines()[2:] if line[0] in "+-"]
+    assert len(changed) <= CEILINGS[name], "\n".join(changed)
+
+
+def test_diffs_are_of_scripts_that_exist():
+    assert sorted(p.stem for p in (ROOT / "diffs").glob("*.diff")) == sorted(OTHERS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_is_short_and_formatted(name):
+    text = (ROOT / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 260 and "fmt:" not in text and "noqa" not in text
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_functions_differ_only_where_the_strategy_is(name):
+    base, other = functions("distributed"), functions(name)
+    differing = {key for key in base if base[key] != other.get(key)}
+    assert differing <= {"main", "parse_args"} | ({"validate"} if name == "dataparallel" else set())
+    assert base["learning_rate"] == other["learning_rate"]
+
+
+def test_no_script_imports_another_and_common_imports_none():
+    for name in SCRIPTS:
+        assert not imported(ROOT / f"{name}.py") & set(SCRIPTS), name
+    lines = 0
+    for path in (ROOT / "common").glob("*.py"):
+        lines += len(path.read_text().splitlines())
+        assert not imported(path) & {*SCRIPTS, "horovod", "horovod.torch", "apex"}, path
+        text = path.read_text()
+        assert not any(word in text for word in ("RANK", "WORLD_SIZE", "SLURM", "MASTER_")), path
+    assert lines <= 700, lines
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_order_of_a_script(name):
+    """Docstring with the command, imports, parse_args, main: who am I, errors, group, wrap."""
+    text = (ROOT / f"{name}.py").read_text()
+    assert any(line.startswith("$ ") for line in text.split('"""')[1].splitlines())
+    marks = ["import ", "def parse_args", "def main", "# Who am I?", "stop = Stop()"]
+    marks += ["with user_errors(", "# Data.", "# Model.", "# Strategy.", "restore(checkpoint"]
+    marks += ["while epoch", "for images, target", "def validate", "__main__"]
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
+
+
+def test_format_and_lint():
+    for command in (["format", "--check"], ["check"]):
+        subprocess.run(["ruff", *command, "."], cwd=ROOT, check=True)
+    scripts = [
+        ROOT / "start.sh",
+        ROOT / ".ci/run",
+        *ROOT.glob("*/*.sh"),
+        *ROOT.glob("tests/*/*.sh"),
+    ]
+    subprocess.run(["shellcheck", *scripts], check=True)

@@ -1,0 +1,140 @@
+"""What needs an NVIDIA GPU: ./start.sh test -m gpu."""
+
+import pytest
+import torch
+from conftest import PYTHON, ROOT, SMALL, last_result, load, rows, run, torchrun
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import Prefetcher
+from common.prefetcher import MEAN, STD
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+ONE = [PYTHON, str(ROOT / "distributed.py")]
+DEEP = "--arch resnet18 --image-size 64 --batch-size 64 --max-steps 30 --seed 3".split()
+
+
+def test_prefetcher_equals_the_plain_path_to_the_bit():
+    """Over many batches, with a consumer that keeps the GPU busy and lets go of each batch."""
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (
+            torch.randint(0, 256, (32, 3, 96, 96), dtype=torch.uint8, generator=generator),
+            torch.randint(0, 10, (32,), generator=generator),
+        )
+        for _ in range(8)
+    ]
+    batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches] * 25
+    mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1) * 255
+    std = torch.tensor(STD, device=device).view(1, 3, 1, 1) * 255
+    work = torch.randn(2048, 2048, device=device)
+    sums = []
+    for images, target in Prefetcher(batches, device):
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        for _ in range(5):
+            work = torch.tanh(work @ work)  # so that the copies run ahead of what reads them
+        sums.append(
+            torch.stack([images.double().sum(), images.double().pow(2).sum(), target.sum()])
+        )
+    expected = []
+    for images, target in batches:
+        plain = images.cuda().to(torch.float32, memory_format=torch.channels_last)
+        plain = plain.sub_(mean).div_(std)
+        values = [plain.double().sum(), plain.double().pow(2).sum(), target.cuda().sum()]
+        expected.append(torch.stack(values))
+    assert torch.stack(sums).equal(torch.stack(expected))
+
+
+@pytest.mark.parametrize("flags", ["", "--precision fp16", "--precision fp32", "--compile"])
+def test_trains_resumes_and_evaluates(flags, work, tmp_path):
+    """bf16 is the default: from the same start, the loss falls and the digits are learned."""
+    command = [*ONE, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
+    output = run([*command, "--max-steps", "44"], work, timeout=300)
+    assert "1 process on cuda" in output and "nccl" in output
+    assert ("bf16" in output) == ("--precision" not in flags)
+    output = run([*command, "--resume", "auto"], work, timeout=300)
+    assert "resumed from" in output and "at epoch 2 step 0" in output
+    loss, acc1, _ = last_result(output)
+    assert acc1 > 95 and loss < 0.3
+    assert rows(tmp_path / "c")[-1]["epoch"] == 4
+    evaluate = ["--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
+    assert last_result(run([*command, *evaluate], work)) == pytest.approx(
+        (loss, acc1, 100), abs=0.6
+    )
+    assert bool(load(tmp_path / "c")["scaler"]) == ("fp16" in flags)
+
+
+def test_dataparallel_and_distributed_agree_on_one_gpu(work, tmp_path):
+    for name, script in {"a": "dataparallel.py", "b": "distributed.py"}.items():
+        command = [PYTHON, ROOT / script, *SMALL, "--precision", "fp32"]
+        run(
+            [*command, "--checkpoint-dir", tmp_path / name], work, env={"CUDA_VISIBLE_DEVICES": "0"}
+        )
+    a, b = load(tmp_path / "a")["state_dict"], load(tmp_path / "b")["state_dict"]
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], atol=1e-4, rtol=1e-3)
+
+
+def test_a_gpu_goes_on_from_a_cpu_and_back(work, tmp_path):
+    flags = [*SMALL, "--checkpoint-dir", tmp_path / "c", "--resume", "auto"]
+    for steps, env in (
+        (10, {"CUDA_VISIBLE_DEVICES": ""}),
+        (20, {}),
+        (30, {"CUDA_VISIBLE_DEVICES": ""}),
+    ):
+        output = run([*ONE, *flags, "--max-steps", str(steps)], work, env=env)
+        assert ("on cuda" in output) == (not env)
+    assert rows(tmp_path / "c")[-1]["step"] == 1
+
+
+def test_two_processes_share_a_gpu_with_gloo(work, tmp_path):
+    flags = [*DEEP, "--backend", "gloo", "--precision", "fp32", "--checkpoint-dir", tmp_path / "c"]
+    output = run([*torchrun(2), *flags], work)
+    assert "2 processes on cuda" in output and "gloo" in output
+    last_result(output)
+
+
+def test_more_processes_than_gpus(work):
+    count = torch.cuda.device_count()
+    output = run([*torchrun(count + 1), *SMALL, "-b", str(count + 1)], work, code=1)
+    assert f"error: {count + 1} processes on a node with {count} GPUs: start {count}, or" in output
+
+
+def test_sync_bn(work, tmp_path):
+    flags = [*SMALL, "--arch", "tests.nets:normed", "--sync-bn", "--max-steps", "5"]
+    output = run([*ONE, *flags, "--checkpoint-dir", tmp_path / "c"], work)
+    last_result(output)
+
+
+def test_killed_and_resumed(work, tmp_path):
+    """In mid-epoch; cuDNN's choices are not the same in every run, so to a tolerance."""
+    flags = [*SMALL, "--precision", "fp32", "--checkpoint-freq", "5"]
+    run([*ONE, *flags, "--max-steps", "17", "--checkpoint-dir", tmp_path / "b"], work)
+    run([*ONE, *flags, "--resume", "auto", "--checkpoint-dir", tmp_path / "b"], work)
+    run([*ONE, *flags, "--checkpoint-dir", tmp_path / "c"], work)
+    b, c = load(tmp_path / "b")["state_dict"], load(tmp_path / "c")["state_dict"]
+    for key in b:
+        torch.testing.assert_close(b[key], c[key], atol=1e-3, rtol=1e-2)
+
+
+def test_dataparallels_threads_compute_in_the_dtype_asked_for():
+    """With two GPUs; autocast's dtype is not handed to nn.DataParallel's threads."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    net = nn.Linear(4, 4).cuda()
+    net.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", torch.bfloat16))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert nn.DataParallel(net)(torch.rand(4, 4).cuda()).dtype == torch.bfloat16
+
+
+def test_ddp_needs_no_device_ids():
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(nn.Linear(4, 4).cuda(), gradient_as_bucket_view=True)
+    model(torch.rand(2, 4).cuda()).sum().backward()
+    dist.destroy_process_group()
