@@ -160,6 +160,7 @@ def main():
     unfinished = epoch * steps + step < last_step
     if rank == 0 and unfinished:
         print(f"stopped at epoch {epoch} step {step}, saved: --resume auto goes on", flush=True)
+    stop.ignore()
     return 75 if unfinished else 0  # EX_TEMPFAIL: try again
 
 

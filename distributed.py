@@ -182,6 +182,7 @@ def main():
     unfinished = epoch * steps + step < last_step
     if rank == 0 and unfinished:
         print(f"stopped at epoch {epoch} step {step}, saved: --resume auto goes on", flush=True)
+    stop.ignore()
     del model
     gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()

@@ -33,6 +33,12 @@ class Stop:
         elif not self.requested:
             self.requested, self.since = True, time.monotonic()
 
+    @staticmethod
+    def ignore():
+        """From now on. Some launchers end the others once the first is gone: that hides its 75."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
 
 def die_with_parent(launched=True):
     """Let the kernel kill this process when the one that started it is gone (Linux).

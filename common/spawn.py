@@ -20,10 +20,10 @@ def child(index, main, *args):
     sys.exit(code)
 
 
-def supervise(context):
+def supervise(context, rank=0):
     """Wait for all children, pass signals on to them; returns the exit code of the first to fail.
 
-    When one fails the others have three seconds to end by themselves.
+    When one fails the others have three seconds to end by themselves. `rank`: the first child's.
     """
 
     def pass_on(number, frame):  # each stops by itself, where all can
@@ -39,6 +39,7 @@ def supervise(context):
             pass
     except mp.ProcessExitedException as error:
         if error.exit_code < 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            message = f"rank {rank + error.error_index} failed: {error}"
+            print(message, file=sys.stderr, flush=True)
         return max(error.exit_code, 1)
     return 0
