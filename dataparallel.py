@@ -60,7 +60,7 @@ def main():
     # What a user can get wrong is found before any process waits for another.
     with user_errors(local_rank):
         args = parse_args()
-        device = pick_device(local_rank, local_world_size)
+        device = pick_device(local_rank, local_world_size, args)
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         checkpoint = load_checkpoint(args)

@@ -71,13 +71,10 @@ def main():
 
     # What a user can get wrong is found before any process waits for another.
     with user_errors(local_rank):
-        missing = [name for name in names if name not in os.environ]
-        if missing:
+        if missing := [name for name in names if name not in os.environ]:
             raise ValueError(f"{' '.join(missing)} not set though others are: start with torchrun")
         args = parse_args()
-        device = pick_device(local_rank, local_world_size, args.backend)
-        if args.sync_bn and device.type == "cpu":
-            raise ValueError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs")
+        device = pick_device(local_rank, local_world_size, args)
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         checkpoint = load_checkpoint(args)

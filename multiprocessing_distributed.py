@@ -72,9 +72,7 @@ def main(rank, world_size, store):
     # What a user can get wrong is found before any process waits for another.
     with user_errors(local_rank):
         args = parse_args()
-        device = pick_device(local_rank, local_world_size, args.backend)
-        if args.sync_bn and device.type == "cpu":
-            raise ValueError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs")
+        device = pick_device(local_rank, local_world_size, args)
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         checkpoint = load_checkpoint(args)

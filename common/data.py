@@ -20,8 +20,9 @@ from torchvision.transforms.v2 import functional as F
 from .process import SIGNALS, die_with_parent, position_seed
 
 # What a script falls back to for flags that are not given: with --data, and without.
-IMAGENET = dict(arch="resnet50", epochs=90, batch_size=256, lr=0.1, warmup_epochs=5, image_size=224)
-DIGITS = dict(arch="resnet18", epochs=4, batch_size=64, lr=0.1, warmup_epochs=1, image_size=64)
+FLAGS = ("arch", "epochs", "batch_size", "lr", "warmup_epochs", "image_size")
+IMAGENET = dict(zip(FLAGS, ("resnet50", 90, 256, 0.1, 5, 224), strict=True))
+DIGITS = dict(zip(FLAGS, ("resnet18", 4, 64, 0.1, 1, 64), strict=True))
 
 
 def image_folders(data, image_size):

@@ -57,11 +57,13 @@ def own_cores(local_world_size):
     return max(1, cores // local_world_size)
 
 
-def pick_device(local_rank, local_world_size, backend=None):
+def pick_device(local_rank, local_world_size, args):
     """The torch.device of this process, made the current one; also sets the number of CPU threads.
 
-    Raises ValueError when the node has fewer GPUs than processes: only gloo lets them share one.
+    args: `backend` and `sync_bn`, where a script has them. Raises ValueError when the node has
+    fewer GPUs than processes (only gloo lets them share one), or none where one is needed.
     """
+    backend = vars(args).get("backend")
     # Some launchers set OMP_NUM_THREADS=1 and some do not: the same command would be slower, and
     # round its sums differently, under one than under the other. More than 1 is the user's wish.
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -72,6 +74,8 @@ def pick_device(local_rank, local_world_size, backend=None):
     if count == 0:
         if backend == "nccl":
             raise ValueError("--backend nccl needs GPUs and this node has none: use gloo")
+        if vars(args).get("sync_bn"):
+            raise ValueError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs")
         return torch.device("cpu")
     if local_world_size > count and backend != "gloo":
         raise ValueError(

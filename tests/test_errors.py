@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,12 +197,13 @@ def test_a_taken_port(work):
 def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert pick_device(1, 2) == torch.device("cuda:1")
-    assert pick_device(3, 4, "gloo") == torch.device("cuda:1")
+    nccl, gloo = SimpleNamespace(backend=None), SimpleNamespace(backend="gloo")
+    assert pick_device(1, 2, nccl) == torch.device("cuda:1")
+    assert pick_device(3, 4, gloo) == torch.device("cuda:1")
     with pytest.raises(ValueError, match="4 processes on a node with 2 GPUs: start 2, or let them"):
-        pick_device(0, 4)
+        pick_device(0, 4, nccl)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert pick_device(3, 4) == torch.device("cpu")
+    assert pick_device(3, 4, SimpleNamespace()) == torch.device("cpu")
 
 
 def test_the_other_processes_wait_for_local_rank_0_to_speak(monkeypatch, capsys):

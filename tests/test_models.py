@@ -10,7 +10,7 @@ from common import build_model
 
 CPU = torch.device("cpu")
 # What does not take 64 pixels, and the size that it does take.
-SIZES = {"inception_v3": 299, "maxvit_t": 224}
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 224}
 
 
 def arguments(arch, image_size=64, pretrained=False):
