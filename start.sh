@@ -2,11 +2,13 @@
 # One launch command per strategy:
 #
 #   ./start.sh                       train with distributed.py on the built-in digits
-#   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing
+#   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing,
+#                                    horovod, slurm
 #   ./start.sh test [pytest flags]   run the tests
 #
 #   NGPU=2 ./start.sh distributed    how many processes (default: one per GPU; 2 without GPUs)
 #   CUDA_VISIBLE_DEVICES=4,5 ./start.sh   which GPUs
+#   NNODES=2 NGPU=4 ./start.sh slurm      how many nodes, and GPUs on each
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -40,12 +42,17 @@ case $name in
     distributed) run torchrun --standalone --nproc-per-node="$NGPU" distributed.py "$@" ;;
     launch) run python -m torch.distributed.launch --nproc_per_node="$NGPU" distributed.py "$@" ;;
     multiprocessing) run python multiprocessing_distributed.py --nprocs="$NGPU" "$@" ;;
+    horovod)
+        command -v horovodrun >/dev/null || { echo "error: needs Horovod: run tools/install_horovod.sh" >&2; exit 2; }
+        run horovodrun -np "$NGPU" python horovod_distributed.py "$@"
+        ;;
+    slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" python distributed_slurm_main.py "$@" ;;
     test)
         python -m pip install --quiet -r requirements-dev.txt
         run python -m pytest "$@"
         ;;
     *)
-        sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

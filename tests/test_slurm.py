@@ -112,6 +112,30 @@ def test_nodes_with_different_process_counts(work, tmp_path):
     assert rows(tmp_path / "run")[0]["world_size"] == 3
 
 
+COMMANDS = sorted(
+    {
+        *re.findall(r"\bsrun -K [^`\n|]*\.py[^`\n|]*", (ROOT / "README.md").read_text()),
+        *re.findall(r"^\$ (srun .*)$", SCRIPT.read_text(), re.M),
+        "./start.sh slurm",
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_the_documents(command, work, tmp_path):
+    for name in ("start.sh", "common", "tests", SCRIPT.name):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "data").symlink_to(work / "data")
+    line = command.replace("/path/to/imagenet", "data/digits --epochs 1").split()
+    output = run(
+        [*line, *NORMED, "--max-steps", "2"],
+        tmp_path,
+        env={"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}", "NNODES": "2"},
+    )
+    assert f"{8 if 'ntasks' in command else 2} processes on cpu" in output
+    last_result(output)
+
+
 def test_two_jobs_on_one_node_at_once(work, tmp_path):
     flags = [*NORMED, "--epochs", "2", "--checkpoint-dir"]
     options = "-N1 -w n1 --ntasks-per-node=2 --gpus-per-node=2"
