@@ -3,6 +3,7 @@
 $ srun -K -N2 --gres gpu:4 python distributed_slurm_main.py --data /path/to/imagenet
 """
 
+import functools
 import gc
 import math
 import os
@@ -23,7 +24,7 @@ from common.metrics import AverageMeter, ProgressMeter, accuracy, preflight, red
 from common.model import build_model
 from common.prefetcher import Prefetcher
 from common.process import Stop, die_with_parent, own_cores, pick_device, seed_step
-from common.slurm import agree, meeting_point, open_store
+from common.slurm import exchange, meeting_point, open_store, processes_per_task, tasks_on_node
 from common.spawn import child, supervise
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -219,25 +220,30 @@ def validate(loader, net, device, rank, world_size, args):
 
 def launch():
     """Be one task of srun: agree with the others on who is who, then run its processes."""
-    env = {"SLURM_STEP_ID": 2**32, "SLURM_RESTART_COUNT": 0, **os.environ}
-    names = ["JOB_ID", "STEP_ID", "RESTART_COUNT", "NODEID", "PROCID", "NTASKS"]
+    env = {"SLURM_STEP_ID": 2**32, "SLURM_RESTART_COUNT": 0, "SLURM_GPUS_ON_NODE": 0, **os.environ}
+    names = ["JOB_ID", "STEP_ID", "RESTART_COUNT", "NODEID", "PROCID", "LOCALID", "NTASKS"]
     with user_errors(int(env.get("SLURM_LOCALID", 0))):
         args = parse_args()
         if int(env["SLURM_STEP_ID"]) > 2**32 - 9:  # the shell of sbatch or salloc: one node of all
             raise ValueError(f"not a task of srun: {__doc__.splitlines()[2][2:]}")
-        job, step, restart, node, number, tasks = (int(env[f"SLURM_{name}"]) for name in names)
+        job, step, restart, node, task, local, tasks = (int(env[f"SLURM_{n}"]) for n in names)
         point = meeting_point(env["SLURM_STEP_NODELIST"], job, step, restart, args.dist_file)
     meeting = point, tasks, args.dist_timeout
-    store = open_store(*meeting, host=number == 0)
-    with user_errors(0):
-        gpus = {"on_node": int(env.get("SLURM_GPUS_ON_NODE", 0)), "nprocs": args.nprocs}
-        gpus["share"] = args.backend == "gloo"
-        nprocs, *place = agree(store, number, tasks, node=node, **gpus)
+    store = open_store(*meeting, host=task == 0)
 
+    here = tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], node)
+    gpus = torch.cuda.device_count(), int(env["SLURM_GPUS_ON_NODE"])
+    share = args.backend == "gloo"
+    with user_errors(0):
+        own = functools.partial(processes_per_task, here, *gpus, args.nprocs, share)
+        counts = exchange(store, task, tasks, own)
+    nprocs, rank, world_size = counts[task], sum(counts[:task]), sum(counts)
+    if 0 < gpus[0] < gpus[1] or len(os.sched_getaffinity(0)) < int(env["SLURM_CPUS_ON_NODE"]):
+        here = 1  # Slurm gave this task GPUs or cores of its own: it shares with no other
+    place = rank, local * nprocs, here * nprocs, world_size, meeting
     if nprocs == 1:
-        return main(0, *place, meeting)
-    context = mp.spawn(child, (main, *place, meeting), nprocs, join=False)
-    return supervise(context, rank=place[0])
+        return main(0, *place)
+    return supervise(mp.spawn(child, (main, *place), nprocs, join=False), rank)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,8 @@ class ProgressMeter:
         if self.bar is None:
             tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
-            options = {"initial": self.first, "total": self.last, "file": sys.stdout}
-            self.bar = tqdm(
-                desc=f"epoch {self.epoch}", bar_format=form, dynamic_ncols=True, **options
-            )
+            span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
+            self.bar = tqdm(bar_format=form, file=sys.stdout, dynamic_ncols=True, **span)
         self.bar.set_postfix_str(parts, refresh=False)
         self.bar.update(step - self.bar.n)
 

@@ -21,8 +21,7 @@ class Stop:
     """
 
     def __init__(self):
-        self.requested = False
-        self.since = 0.0
+        self.requested, self.since = False, 0.0
         for number in SIGNALS:
             signal.signal(number, self._handle)
 

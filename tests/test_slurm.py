@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import PYTHON, ROOT, Job, last_result, load, rows, run, same_state, torchrun
 
-from common.slurm import first_host, layout, meeting_point, processes_per_task
+from common.slurm import first_host, meeting_point, processes_per_task, tasks_on_node
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 SCRIPT = ROOT / "distributed_slurm_main.py"
@@ -305,7 +305,7 @@ def test_meeting_points_differ_by_job_step_and_restart(tmp_path):
         (4, 1, 4, None, False, 1),  # --gpus-per-task=1
         (1, 1, 1, None, False, 1),
         (2, 2, 4, None, False, 2),  # --gpus-per-task=2
-        (4, 4, None, None, False, 1),  # a Slurm that does not count GPUs
+        (4, 4, 0, None, False, 1),  # a Slurm that does not count GPUs
         (1, 4, 4, 2, False, 2),
         (3, 2, 2, None, False, None),  # more tasks than GPUs
         (4, 2, 2, None, False, None),
@@ -324,16 +324,17 @@ def test_processes_per_task(tasks, visible, on_node, nprocs, share, expected):
         assert processes_per_task(tasks, visible, on_node, nprocs, share) == expected
 
 
-def task(node, visible, on_node, cores=range(8)):
-    return {"node": node, "visible": visible, "on_node": on_node, "cores": list(cores)}
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [("1", [1]), ("4(x3)", [4, 4, 4]), ("2(x2),1", [2, 2, 1]), ("3,12(x2),1", [3, 12, 12, 1])],
+)
+def test_tasks_on_node(counts, expected):
+    assert [tasks_on_node(counts, node) for node in range(len(expected))] == expected
 
 
-def test_ranks_go_by_node():
-    # -N2, 4 and 2 GPUs
-    assert layout([task(0, 4, 4), task(1, 2, 2)]) == [[4, 0, 0, 4, 6], [2, 4, 0, 2, 6]]
-    # -m cyclic: tasks 0 and 2 on the first node, 1 and 3 on the second
-    places = layout([task(0, 2, 2), task(1, 2, 2), task(0, 2, 2), task(1, 2, 2)])
-    assert places == [[1, 0, 0, 2, 4], [1, 2, 0, 2, 4], [1, 1, 1, 2, 4], [1, 3, 1, 2, 4]]
-    # Slurm gave each task cores of its own, or a GPU of its own: they share with nobody
-    bound = [task(0, 2, 2, range(4)), task(0, 2, 2, range(4, 8))]
-    assert layout(bound) == layout([task(0, 1, 2)] * 2) == [[1, 0, 0, 1, 2], [1, 1, 1, 1, 2]]
+def test_tasks_that_slurm_deals_out_in_turn(work, tmp_path):
+    """-m cyclic: tasks 0 and 2 are on the first node, 1 and 3 on the second."""
+    flags = [*NORMED, "--epochs", "2", "--checkpoint-dir", tmp_path / "run"]
+    output = run(srun("-N2 -n4 -m cyclic --gpus-per-node=2", *flags), work)
+    assert "global batch 48 = 4 x 12" in output
+    assert last_result(output)[1] > 50

@@ -98,6 +98,7 @@ SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
+KillWait=5
 MailProg=/bin/true
 ReturnToService=2
 SwitchType=switch/none
