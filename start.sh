@@ -3,7 +3,7 @@
 #
 #   ./start.sh                       train with distributed.py on the built-in digits
 #   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing,
-#                                    horovod, slurm
+#                                    apex, horovod, slurm
 #   ./start.sh test [pytest flags]   run the tests
 #
 #   NGPU=2 ./start.sh distributed    how many processes (default: one per GPU; 2 without GPUs)
@@ -42,6 +42,7 @@ case $name in
     distributed) run torchrun --standalone --nproc-per-node="$NGPU" distributed.py "$@" ;;
     launch) run python -m torch.distributed.launch --nproc_per_node="$NGPU" distributed.py "$@" ;;
     multiprocessing) run python multiprocessing_distributed.py --nprocs="$NGPU" "$@" ;;
+    apex) run torchrun --standalone --nproc-per-node="$NGPU" apex_distributed.py "$@" ;;
     horovod)
         command -v horovodrun >/dev/null || { echo "error: needs Horovod: run tools/install_horovod.sh" >&2; exit 2; }
         run horovodrun -np "$NGPU" python horovod_distributed.py "$@"

@@ -101,7 +101,11 @@ def restore(checkpoint, parts):
     net, optimizer, scaler, meters = parts
     net.load_state_dict(checkpoint["state_dict"])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]})
-    scaler.load_state_dict(checkpoint["scaler"] or scaler.state_dict())
+    for weight, state in optimizer.state.items():
+        for key, value in state.items():  # fused kernels read both as flat memory: in one layout
+            state[key] = torch.empty_like(weight).copy_(value) if torch.is_tensor(value) else value
+    if scaler.state_dict().keys() == checkpoint["scaler"].keys():  # else of another precision
+        scaler.load_state_dict(checkpoint["scaler"])
     for meter in meters:
         meter.sum, meter.count = checkpoint["meters"][meter.name]
     return checkpoint["epoch"], checkpoint["step"], checkpoint["best_acc1"]

@@ -14,7 +14,7 @@ from conftest import PYTHON, ROOT, last_result, run
 README = (ROOT / "README.md").read_text()
 QUICK = ["--max-steps", "1", "--image-size", "32"]
 # Run by tests of their own: what is a test run itself, needs two nodes, or a cluster's launcher.
-ELSEWHERE = r"\./start\.sh( test| NAME .*)?$|NNODES|torchrun --nnodes=2|srun |sbatch |horovodrun "
+ELSEWHERE = r"\./start\.sh( test| NAME .*)?$|NNODES|torchrun --nnodes=2|srun |sbatch "
 
 
 def commands():
@@ -25,7 +25,7 @@ def commands():
     lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
     for path in ROOT.glob("*.py"):
         lines += re.findall(r"^\$ (.*)$", path.read_text(), re.M)
-    starts = ("python ", "torchrun ", "./start.sh", "diff ", "NGPU=", "CUDA_")
+    starts = ("python ", "torchrun ", "horovodrun ", "./start.sh", "diff ", "NGPU=", "CUDA_")
     lines = {line for line in lines if line.startswith(starts) and line.split()[1:]}
     return sorted(line for line in lines if not re.match(ELSEWHERE, line))
 
@@ -47,12 +47,14 @@ def clone(work, tmp_path_factory):
     return folder
 
 
-# The environment of these tests, as one that a user has activated.
+# The environment of these tests, as one that a user has activated; with a double of Apex, which
+# needs a GPU.
 ACTIVE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+ACTIVE["PYTHONPATH"] = str(ROOT / "tests/apex_doubles/today")
 
 
 def test_commands_are_found():
-    assert len(commands()) >= 9 and "python dataparallel.py" in commands()
+    assert len(commands()) >= 11 and "python dataparallel.py" in commands()
 
 
 @pytest.mark.parametrize("command", commands())
@@ -60,19 +62,37 @@ def test_command_runs(command, clone):
     # The only changes: a small data set for ImageNet's path, and one step where it would train.
     line = command.replace("/path/to/imagenet", "data/small -b 64 -a resnet18 -j 1")
     words = shlex.split(line)
+    if words[0] == "horovodrun" and not shutil.which("horovodrun", path=ACTIVE["PATH"]):
+        assert "CI" not in os.environ
+        pytest.skip("Horovod is not installed: tools/install_horovod.sh")
     if words[0] == "diff":
         run(words, clone, code=1)
         return
     if words[0] == "python":
         words[0] = PYTHON
-    last_result(run(["env", *words, *QUICK], clone, env=ACTIVE, timeout=120))
+    output = run(["env", *words, *QUICK], clone, env=ACTIVE, timeout=120)
+    last_result(output.replace("[0]<stdout>:", ""))  # horovodrun's
 
 
-@pytest.mark.parametrize("name", ["dataparallel", "distributed", "launch", "multiprocessing"])
+NAMES = ["dataparallel", "distributed", "launch", "multiprocessing", "apex", "horovod"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_start_names(name, clone):
+    have_horovod = shutil.which("horovodrun", path=ACTIVE["PATH"])
+    if name == "horovod" and not have_horovod and "CI" not in os.environ:
+        pytest.skip("Horovod is not installed: tools/install_horovod.sh")
     output = run(["./start.sh", name, *QUICK], clone, env=ACTIVE)
-    last_result(output)
-    assert re.search(r"^\+ (python|torchrun) .*\.py .*--max-steps 1", output, re.M)
+    last_result(output.replace("[0]<stdout>:", ""))
+    assert re.search(r"^\+ (python|torchrun|horovodrun) .*\.py .*--max-steps 1", output, re.M)
+
+
+def test_start_horovod_without_it_says_what_to_do(clone, tmp_path):
+    for name in ("python", "bash", "dirname", "env"):
+        (tmp_path / name).symlink_to(shutil.which(name, path=ACTIVE["PATH"]))
+    bare = ACTIVE | {"PATH": str(tmp_path)}  # a python with torch, and no horovodrun
+    output = run(["./start.sh", "horovod"], clone, env=bare, code=2)
+    assert output == "error: needs Horovod: run tools/install_horovod.sh\n"
 
 
 def test_start_runs_the_tests_and_explains_itself(clone):

@@ -105,10 +105,11 @@ say "fetching cmake, ninja, setuptools and the source"
 pip=(python -m pip --disable-pip-version-check)
 "${pip[@]}" install --quiet --target "$tmp/tools" 'setuptools<81' wheel 'cmake<4' ninja ||
     fail "needs cmake and ninja, which pip could not get: the lines above say why"
-export PATH="$tmp/tools/bin:$PATH" PYTHONPATH="$tmp/tools${PYTHONPATH:+:$PYTHONPATH}"
-# Python 3.12 has distutils, which horovodrun imports, only from setuptools.
+# Python 3.12 has distutils, which horovodrun imports, only from setuptools. Before PYTHONPATH is
+# set: what pip sees there it would not install.
 "${pip[@]}" install --quiet cloudpickle psutil pyyaml packaging 'cffi>=1.4' \
     'setuptools; python_version >= "3.12"'
+export PATH="$tmp/tools/bin:$PATH" PYTHONPATH="$tmp/tools${PYTHONPATH:+:$PYTHONPATH}"
 "${pip[@]}" download --quiet --no-deps --no-build-isolation --no-binary horovod \
     --dest "$tmp" "horovod==$version"
 mkdir "$tmp/source"

@@ -1,0 +1,1 @@
+"""There, and not used with this era."""
