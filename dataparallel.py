@@ -69,7 +69,7 @@ def main():
         if rank == 0 and not args.evaluate:
             open_folder(args.checkpoint_dir, checkpoint)
 
-    end_on_error(rank)
+    end_on_error(rank, world_size, args)
 
     # Data. Each process reads its own share; of the validation set every image is in one share.
     share = args.batch_size // world_size
@@ -141,7 +141,7 @@ def main():
                 if rank == 0:
                     progress.display(step, lr)
                     if save_now or (stopping and step < end):
-                        save_checkpoint(args, (epoch, step, best_acc1), parts)
+                        save_checkpoint(args, world_size, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
         if step < end:
@@ -155,7 +155,7 @@ def main():
         if rank == 0:
             row = {"epoch": epoch, "step": step, "train_loss": meters[0].avg, "val_loss": val_loss}
             row |= {"acc1": acc1, "acc5": acc5, "lr": lr, "world_size": world_size, **speed}
-            save_checkpoint(args, (epoch, step, best_acc1), parts, is_best, row)
+            save_checkpoint(args, world_size, (epoch, step, best_acc1), parts, is_best, row)
 
     unfinished = epoch * steps + step < last_step
     if rank == 0 and unfinished:

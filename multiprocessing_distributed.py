@@ -84,7 +84,7 @@ def main(rank, world_size, store):
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=args.dist_timeout)
     dist.init_process_group(backend, store, timeout=timeout, rank=rank, world_size=world_size)
-    end_on_error(rank)
+    end_on_error(rank, world_size, args)
 
     # Data. Each process reads its own share; of the validation set every image is in one share.
     share = args.batch_size // world_size
@@ -156,7 +156,7 @@ def main(rank, world_size, store):
                 if rank == 0:
                     progress.display(step, lr)
                     if save_now or (stopping and step < end):
-                        save_checkpoint(args, (epoch, step, best_acc1), parts)
+                        save_checkpoint(args, world_size, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
         if step < end:
@@ -172,7 +172,7 @@ def main(rank, world_size, store):
         if rank == 0:
             row = {"epoch": epoch, "step": step, "train_loss": meters[0].avg, "val_loss": val_loss}
             row |= {"acc1": acc1, "acc5": acc5, "lr": lr, "world_size": world_size, **speed}
-            save_checkpoint(args, (epoch, step, best_acc1), parts, is_best, row)
+            save_checkpoint(args, world_size, (epoch, step, best_acc1), parts, is_best, row)
 
     unfinished = epoch * steps + step < last_step
     if rank == 0 and unfinished:

@@ -156,7 +156,7 @@ def _lock(folder):
             raise ValueError(message) from None
 
 
-def save_checkpoint(args, position, parts, is_best=False, row=None):
+def save_checkpoint(args, world_size, position, parts, is_best=False, row=None):
     """Write checkpoint.pth in args.checkpoint_dir; the one before becomes checkpoint.prev.pth.
 
     position: (epochs completed, steps done in the current one, best_acc1); parts: as in restore().
@@ -167,7 +167,8 @@ def save_checkpoint(args, position, parts, is_best=False, row=None):
     """
     net, optimizer, scaler, meters = parts
     state = dict(zip(("epoch", "step", "best_acc1"), position, strict=True))
-    state |= {"arch": args.arch, "args": vars(args), "state_dict": net.state_dict()}
+    state |= {"arch": args.arch, "args": {**vars(args), "world_size": world_size}}
+    state["state_dict"] = net.state_dict()
     state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
     state["meters"] = {meter.name: (meter.sum, meter.count) for meter in meters}
     folder = args.checkpoint_dir
@@ -197,6 +198,8 @@ def save_checkpoint(args, position, parts, is_best=False, row=None):
 
 def _link(source, target):
     """Let `target` be `source` too, in one step: no moment without a file of that name."""
+    if os.path.exists(target) and os.path.samefile(source, target):
+        return  # since a crash; and to rename one of two links to a file to the other does nothing
     new = f"{target}.{os.getpid()}.tmp"
     try:
         os.link(source, new)

@@ -5,10 +5,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 
-from .process import SIGNALS
+import torch.distributed as dist
+
+from .process import SIGNALS, heartbeat
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -54,25 +57,60 @@ def user_errors(local_rank):
         os._exit(2)
 
 
-def end_on_error(rank):
-    """Make an uncaught exception end this process at once, with its rank, epoch and step.
+def end_on_error(rank, world_size, args):
+    """Make an error end this process at once, with its rank, epoch, step and who is missing.
 
-    Call it after init_process_group, which puts its own sys.excepthook around the present one.
-    An orderly exit could hang: loader workers ignore SIGTERM (see Stop), and destroying the group
+    An error is an uncaught exception, or no batch taken in for args.dist_timeout seconds, where
+    the script has that flag: whatever the main thread waits for, it does not wait for ever. Call
+    it after init_process_group, which puts its own sys.excepthook around the present one. An
+    orderly exit could hang: loader workers ignore SIGTERM (see Stop), and destroying the group
     waits for processes that may wait for this one.
     """
+    first = threading.Lock()
 
-    def hook(kind, error, trace):
-        lines = traceback.format_exception(kind, error, trace)
+    def end(frames, lines, reason):
+        first.acquire()  # the main thread and the watch may come at the same time
         where = ""
-        for frame, _ in traceback.walk_tb(trace):
+        for frame in frames:
             if {"epoch", "step"} <= frame.f_locals.keys():
                 where = " at epoch {epoch} step {step}".format(**frame.f_locals)
-        reason = (str(error).strip() or kind.__name__).splitlines()[-1]
-        lines.append(f"rank {rank} failed{where}: {reason}\n")
+        if "gloo" in reason or "nccl" in reason.lower() or "no batch" in reason:
+            reason += _missing(rank, world_size)
         sys.stdout.flush()
-        sys.stderr.write("".join(lines))
+        sys.stderr.write("".join([*lines, f"rank {rank} failed{where}: {reason}\n"]))
         sys.stderr.flush()
         os._exit(1)
 
+    def hook(kind, error, trace):
+        lines = traceback.format_exception(kind, error, trace)
+        reason = (str(error).strip() or kind.__name__).splitlines()[-1]
+        end([frame for frame, _ in traceback.walk_tb(trace)], lines, reason)
+
+    def watch():
+        while heartbeat.age() < timeout:
+            time.sleep(1)
+        frame = sys._current_frames()[threading.main_thread().ident]
+        frames = [frame for frame, _ in traceback.walk_stack(frame)]
+        end(frames, traceback.format_stack(frame), f"no batch for {timeout} s; it waits as above")
+
     sys.excepthook = hook
+    if timeout := vars(args).get("dist_timeout"):
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _missing(rank, world_size):
+    """Which ranks do not notice an error of the group, as far as its store can tell; a string."""
+    silent = []
+
+    def ask():
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"failed {rank}", "")
+        time.sleep(2)  # the others notice at nearly the same time
+        names = {r: f"failed {r}" for r in range(world_size)}
+        silent.extend(str(r) for r, name in names.items() if not store.check([name]))
+
+    if dist.is_initialized():
+        thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach
+        thread.start()
+        thread.join(5)
+    return f"; no sign of rank {', '.join(silent)}" if silent else ""

@@ -113,7 +113,9 @@ def preflight(args, device, backend, world_size, workers, train_set, val_set, ch
     if checkpoint:
         place = f"epoch {checkpoint['epoch']} step {checkpoint['step']}"
         print(f"resumed from {checkpoint['path']} at {place}", flush=True)
-        now = vars(args)
-        for name, old in checkpoint["args"].items():
-            if name not in ("resume", "evaluate") and name in now and now[name] != old:
-                print(f"  changed: {name} {old} -> {now[name]}", flush=True)
+        now = {**vars(args), "world_size": world_size}
+        old = {k: v for k, v in checkpoint["args"].items() if now.get(k, v) != v}
+        for name in sorted(old.keys() - {"resume", "evaluate"}):
+            same = name == "world_size" and "batch_size" not in old
+            note = ", the global batches stay the same" if same else ""
+            print(f"  changed: {name} {old[name]} -> {now[name]}{note}", flush=True)

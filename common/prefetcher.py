@@ -4,6 +4,8 @@ import time
 
 import torch
 
+from .process import heartbeat
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, in 0..1
 
 
@@ -39,6 +41,7 @@ class Prefetcher:
                 images.record_stream(current)
                 target.record_stream(current)
             yield images, target
+            heartbeat.beat()  # the step is done, see end_on_error()
 
     def _load(self, images, target):
         images = images.to(self.device, non_blocking=True)

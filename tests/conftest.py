@@ -36,7 +36,9 @@ class Job:
         self.process = subprocess.Popen(
             list(map(str, command)),
             cwd=cwd,
-            env=clean | {"PYTHONUNBUFFERED": "1", name: value} | (env or {}),
+            env=clean
+            | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
+            | (env or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -57,10 +59,10 @@ class Job:
                     continue  # ended meanwhile, or not ours to look at
         return found
 
-    def kill(self):
+    def kill(self, number=signal.SIGKILL):
         for pid in self.pids():
             try:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
             except ProcessLookupError:
                 continue
 
@@ -69,6 +71,8 @@ class Job:
         try:
             output, _ = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
+            self.kill(signal.SIGABRT)  # faulthandler says where each thread is
+            time.sleep(3)
             self.kill()
             output, _ = self.process.communicate(timeout=20)
             pytest.fail(f"{self.process.args} took more than {timeout} s:\n{output}")

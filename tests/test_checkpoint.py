@@ -1,5 +1,6 @@
 """The checkpoint's file and folder: whole or not there, damaged ones named, runs kept apart."""
 
+import functools
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import pytest
 import torch
 from conftest import PYTHON, ROOT, SMALL, load, rows, run
 
+import common.checkpoint
 from common import AverageMeter, load_checkpoint, open_folder, restore, save_checkpoint
 from tests import nets
 
@@ -37,7 +39,7 @@ def write(folder, count, **more):
     folder.mkdir(exist_ok=True)
     for epoch in range(1, count + 1):
         row = {"epoch": epoch, "step": 0}
-        save_checkpoint(arguments(folder), (epoch, 0, 50.0), parts(), row=row, **more)
+        save_checkpoint(arguments(folder), 1, (epoch, 0, 50.0), parts(), row=row, **more)
 
 
 def test_what_is_saved_is_what_is_restored(tmp_path):
@@ -189,7 +191,7 @@ from test_checkpoint import *
 folder = Path(sys.argv[3])
 for epoch in range(1, 1000):
     row = {"epoch": epoch, "step": 0}
-    save_checkpoint(arguments(folder), (epoch, 0, 0.0), parts(), epoch % 2, row)
+    save_checkpoint(arguments(folder), 1, (epoch, 0, 0.0), parts(), epoch % 2, row)
     print(epoch, flush=True)
 """
 
@@ -219,3 +221,42 @@ def test_killed_while_writing(tmp_path):
         assert not list(folder.glob("*.tmp"))
         shutil.rmtree(folder)
         folder.mkdir()
+
+
+def test_killed_before_each_system_call_of_a_write(tmp_path):
+    """Whatever the write was about to do: the run goes on from the old or the new checkpoint."""
+    known, seen = parts(), set()
+    for at in range(1, 40):
+        folder = tmp_path / str(at)
+        write(folder, 2)
+        pid = os.fork()
+        if pid == 0:
+            calls = 0
+
+            def counted(function, *args, at=at):
+                nonlocal calls
+                calls += 1
+                if calls == at:
+                    os.kill(os.getpid(), 9)
+                return function(*args)
+
+            for name in ("fsync", "link", "replace", "remove", "close"):
+                setattr(os, name, functools.partial(counted, getattr(os, name)))
+            row = {"epoch": 3, "step": 0}
+            save_checkpoint(arguments(folder), 1, (3, 0, 60.0), known, True, row)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            break
+        checkpoint = load_checkpoint(arguments(folder))
+        seen.add(checkpoint["epoch"])
+        open_folder(str(folder), checkpoint)
+        assert [row["epoch"] for row in rows(folder)] == list(range(1, checkpoint["epoch"] + 1))
+        if checkpoint["epoch"] == 2:
+            row = {"epoch": 3, "step": 0}
+            save_checkpoint(arguments(folder), 1, (3, 0, 60.0), known, True, row)
+        names = ["checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"]
+        assert [load(folder, name)["epoch"] for name in names] == [3, 2, 3]
+        assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]
+        assert not list(folder.glob("*.tmp"))
+        common.checkpoint._locks.clear()
+    assert at >= 9 and seen == {2, 3}, (at, seen)

@@ -1,0 +1,483 @@
+"""Nothing is lost: processes are killed, stopped and cut off; the run ends with the same weights.
+
+A run is compared with the uninterrupted one to the bit: weights, buffers, momentum, meters, the
+best accuracy and every line of metrics.jsonl but for its timings.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PYTHON, ROOT, Job, load, rows, run, same_state, torchrun
+
+from tests import nets
+
+# BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
+FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
+FLAGS += "--checkpoint-freq 5 --max-steps 45 -j 1".split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+SPAWN = [PYTHON, ROOT / "multiprocessing_distributed.py", "--nprocs=2"]
+DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
+HOROVODRUN = [Path(PYTHON).parent / "horovodrun", "-np", 2, PYTHON]
+# How each script is started with two processes; Slurm's has tests of its own, on a cluster.
+SCRIPTS = {
+    "dataparallel": ([PYTHON, ROOT / "dataparallel.py"], {}),
+    "distributed": (torchrun(2), {}),
+    "multiprocessing": (SPAWN, {}),
+    "apex": ([*torchrun(2, "apex_distributed.py"), "--precision", "fp32"], DOUBLE),
+    "horovod": ([*HOROVODRUN, ROOT / "horovod_distributed.py"], {}),
+}
+
+
+def start(name, folder, work, *more):
+    command, env = SCRIPTS[name]
+    return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, {**ONE_THREAD, **env})
+
+
+def finish(job, code=0, timeout=120):
+    returned, output = job.wait(timeout)
+    assert returned == code, output
+    return output
+
+
+def cmdline(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def parent(pid):
+    try:
+        return int(re.search(r"^PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
+    except OSError:
+        return 0
+
+
+def processes(job):
+    """(the launcher, the training processes, the loader workers) of a job, as pids."""
+    pids = job.pids()
+    script = [p for p in pids if re.search(r"\.py |spawn_main", cmdline(p))]
+    script = [p for p in script if not re.search("torch.distributed|horovodrun", cmdline(p))]
+    script = [p for p in script if not re.search("resource_tracker|bash|sh -c", cmdline(p))]
+    # A loader worker is a fork of a training process, with its command line.
+    workers = [p for p in script if cmdline(parent(p)) == cmdline(p)]
+    training = [p for p in script if p not in workers and p != job.process.pid]
+    return job.process.pid, training or [job.process.pid], workers
+
+
+def same_run(folder, reference):
+    assert same_state(load(folder), load(reference))
+    assert rows(folder, timings=False) == rows(reference, timings=False)
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(reference))  # no temporary file
+
+
+def leaked_shared_memory():
+    """Files of torch, torch_PID_..., whose process is gone."""
+    found = [(name, re.match(r"torch_(\d+)_", name)) for name in os.listdir("/dev/shm")]
+    return [name for name, pid in found if pid and not Path(f"/proc/{pid[1]}").exists()]
+
+
+@pytest.fixture(scope="module")
+def straight(work):
+    """Folders of runs without a fault: with one process, and with two."""
+    folders = {}
+    for name in ("dataparallel", "distributed"):
+        folders[name] = work / f"straight-{name}"
+        finish(start(name, folders[name], work))
+    return lambda name: folders["dataparallel" if name == "dataparallel" else "distributed"]
+
+
+def resumed_where_it_stood(output, state):
+    place = f"at epoch {state['epoch']} step {state['step']}"
+    return re.search(f"resumed from .*/checkpoint.pth {place}", output)
+
+
+def needs_horovod(name):
+    if name == "horovod" and not HOROVODRUN[0].exists() and "CI" not in os.environ:
+        pytest.skip("Horovod is not installed: tools/install_horovod.sh")
+
+
+def kill_and_go_on(name, victims, moment, folder, work, more=()):
+    """SIGKILL processes of a run once a line matches; then resume it to the end."""
+    job = start(name, folder, work, *more)
+    job.wait_for(moment)
+    launcher, training, _ = processes(job)
+    killed = {"worker": training[-1:], "all": [*training, launcher], "launcher": [launcher]}
+    for pid in killed[victims]:
+        os.kill(pid, signal.SIGKILL)
+    code, output = job.wait(60)  # fails for a process that is left
+    assert code != 0
+    state = load(folder)
+    output = finish(start(name, folder, work, "--resume", "auto", *more))
+    assert resumed_where_it_stood(output, state), output
+    return state
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
+    """One worker, then the launcher; twice in one epoch, at steps that no seed chooses."""
+    needs_horovod(name)
+    folder = tmp_path / "c"
+    job = start(name, folder, work)
+    job.wait_for(rf"epoch 0 \[{random.randrange(6, 14)}/")
+    os.kill(processes(job)[1][-1], signal.SIGKILL)
+    code, output = job.wait(60)
+    assert code != 0
+    first = load(folder)
+    assert (first["epoch"], first["step"]) >= (0, 5)
+
+    job = start(name, folder, work, "--resume", "auto")
+    output = job.wait_for(rf"epoch 0 \[{random.randrange(17, 28)}/")
+    assert resumed_where_it_stood(output, first), output
+    os.kill(processes(job)[0], signal.SIGKILL)
+    job.wait(60)
+    second = load(folder)
+    assert second["epoch"] == 0 and second["step"] > first["step"]
+
+    output = finish(start(name, folder, work, "--resume", "auto"))
+    assert resumed_where_it_stood(output, second), output
+    same_run(folder, straight(name))
+    assert not leaked_shared_memory()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_killed_with_any_number_of_workers(workers, work, straight, tmp_path):
+    more = ["-j", str(workers)]
+    state = kill_and_go_on("distributed", "all", r"epoch 1 \[3/", tmp_path / "c", work, more)
+    assert state["epoch"] == 1  # the one of the epoch's end
+    same_run(tmp_path / "c", straight("distributed"))
+
+
+def test_four_processes_end_within_rounding(work, tmp_path):
+    """DDP forms its buckets anew after the first backward: sums are taken in another order."""
+    command = [*torchrun(4), *FLAGS, "--checkpoint-dir"]
+    run([*command, tmp_path / "a"], work, env=ONE_THREAD)
+    job = Job([*command, tmp_path / "b"], work, ONE_THREAD)
+    job.wait_for(r"epoch 0 \[18/")
+    os.kill(processes(job)[1][1], signal.SIGKILL)
+    assert job.wait(60)[0] != 0
+    output = run([*command, tmp_path / "b", "--resume", "auto"], work, env=ONE_THREAD)
+    assert re.search(r"resumed from .* at epoch 0 step 1[05]", output)
+    a, b = load(tmp_path / "a"), load(tmp_path / "b")
+    for key, weight in a["state_dict"].items():
+        torch.testing.assert_close(weight, b["state_dict"][key], atol=1e-5, rtol=1e-4)
+    assert (a["epoch"], a["step"]) == (b["epoch"], b["step"])
+
+
+# Kills its process at the n-th call of one of the functions that write files.
+KILLER = """
+import os, sys
+calls, limit = 0, int(os.environ["KILL_AT"])
+
+def counted(module, name):
+    function = getattr(module, name)
+    def count(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == limit and os.environ.get("RANK", "0") == "0":
+            os.kill(os.getpid(), 9)
+        return function(*args, **kwargs)
+    setattr(module, name, count)
+
+for name in ("fsync", "link", "replace", "remove"):
+    counted(os, name)
+import distributed
+sys.exit(distributed.main())
+"""
+
+
+@pytest.mark.soak
+def test_killed_at_every_moment_of_the_writing(work, straight, tmp_path):
+    """Before each system call by which a checkpoint is written, at an epoch's end too."""
+    script = tmp_path / "killer.py"
+    script.write_text(KILLER)
+    command = [*torchrun(1, script)[:-1], script, *FLAGS, "--max-steps", "31"]
+    command += ["--checkpoint-freq", "28", "--checkpoint-dir"]
+    env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
+    run([*command, tmp_path / "a"], work, env=env | {"KILL_AT": "0"})
+    moments, at = [], 0
+    while True:
+        at += 1
+        folder = tmp_path / str(at)
+        command[-1] = "--checkpoint-dir"
+        if Job([*command, folder], work, env | {"KILL_AT": str(at)}).wait(60)[0] == 0:
+            break  # it makes fewer calls than that
+        found = [p.name for p in folder.glob("*")] if folder.exists() else []
+        assert "checkpoint.pth" in found or "checkpoint.prev.pth" not in found
+        moments.append(len(found))
+        again = [*command, folder, "--resume", "auto"]
+        run(again, work, env=env | {"KILL_AT": "0"})
+        same_run(folder, tmp_path / "a")
+    assert at > 12 and max(moments) >= 5, moments
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("round", range(30))
+def test_soak_of_kills(round, work, straight, tmp_path):
+    """Any script, any victim, at any moment: in whole seconds of nobody's choice."""
+    name = random.choice(list(SCRIPTS))
+    needs_horovod(name)
+    folder, done, rounds = tmp_path / "c", False, 0
+    while not done and rounds < 12:
+        rounds += 1
+        more = ["-j", random.choice("012"), *(["--resume", "auto"] if folder.exists() else [])]
+        job = start(name, folder, work, *more)
+        try:
+            job.process.communicate(timeout=random.uniform(6, 22))
+            done = job.process.returncode == 0
+        except subprocess.TimeoutExpired:
+            launcher, training, workers = processes(job)
+            victims = random.choice([training[:1], training[-1:], [launcher], workers[:1]])
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            job.wait(60)
+    print(f"{name}: ended after {rounds} starts")
+    if not done:
+        finish(start(name, folder, work, "--resume", "auto"))
+    same_run(folder, straight(name))
+
+
+def test_torchrun_restarts_a_killed_worker_by_itself(work, straight, tmp_path):
+    command = [*torchrun(2)[:-1], "--max-restarts=3", torchrun(2)[-1], *FLAGS, "--resume", "auto"]
+    job = Job([*command, "--checkpoint-dir", tmp_path / "c"], work, ONE_THREAD)
+    job.wait_for(r"epoch 0 \[13/")
+    os.kill(processes(job)[1][-1], signal.SIGKILL)
+    output = finish(job)
+    assert re.search(r"resumed from .* at epoch 0 step 1\d", output), output
+    same_run(tmp_path / "c", straight("distributed"))
+
+
+SIGNALS = {
+    # who gets it, which signal, and the exit code of what the user has started
+    "one rank": ("distributed", "rank", signal.SIGTERM, 1),
+    "one rank of mp.spawn": ("multiprocessing", "rank", signal.SIGUSR1, 75),
+    "torchrun": ("distributed", "launcher", signal.SIGTERM, 1),
+    "torchrun at the terminal": ("distributed", "group", signal.SIGINT, 1),
+    "mp.spawn's parent": ("multiprocessing", "launcher", signal.SIGTERM, 75),
+    "mp.spawn's parent alone": ("multiprocessing", "launcher", signal.SIGINT, 75),
+    "mp.spawn at the terminal": ("multiprocessing", "group", signal.SIGINT, 75),
+    "the only process": ("dataparallel", "launcher", signal.SIGUSR1, 75),
+    "the only process at the terminal": ("dataparallel", "group", signal.SIGINT, 75),
+}
+
+
+@pytest.mark.parametrize("case", SIGNALS)
+def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
+    name, who, number, expected = SIGNALS[case]
+    job = start(name, tmp_path / "c", work, "--checkpoint-freq", "0")
+    job.wait_for(r"epoch 0 \[4/")
+    launcher, training, _ = processes(job)
+    if who == "group":
+        os.killpg(job.process.pid, number)
+    else:
+        os.kill(launcher if who == "launcher" else training[-1], number)
+    sent = time.monotonic()
+    code, output = job.wait(30)
+    assert time.monotonic() - sent < 10 and code == expected, output
+    state = load(tmp_path / "c")
+    assert 4 <= state["step"] < 25 and "saved: --resume auto goes on" in output
+    finish(start(name, tmp_path / "c", work, "--resume", "auto", "--checkpoint-freq", "0"))
+    same_run(tmp_path / "c", straight(name))
+
+
+def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
+    """With a print every 1000 steps nobody looks at the first one."""
+    job = start("dataparallel", tmp_path / "c", work, "-p", "1000", "--epochs", "3000")
+    job.wait_for("global batch")
+    time.sleep(3)
+    os.kill(job.process.pid, signal.SIGTERM)
+    time.sleep(2.5)
+    assert job.process.poll() is None
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(10)[0] == -signal.SIGTERM
+
+
+def test_the_number_of_processes_may_change(work, tmp_path):
+    """2, 1, 4: the same global batches, so the same weights but for the order of summation."""
+    plain = [*FLAGS, "--arch", "tests.nets:plain", "--max-steps"]
+    run([*torchrun(2), *plain, "45", "--checkpoint-dir", tmp_path / "a"], work, env=ONE_THREAD)
+    for processes, steps in ((2, 12), (1, 21), (4, 45)):
+        command = [*torchrun(processes), *plain, steps, "--checkpoint-dir", tmp_path / "b"]
+        output = run([*command, "--resume", "auto"], work, env=ONE_THREAD)
+        assert f"global batch 48 = {processes} x {48 // processes}" in output
+        if steps == 21:
+            assert "  changed: world_size 2 -> 1, the global batches stay the same" in output
+    a, b = load(tmp_path / "a"), load(tmp_path / "b")
+    for key, weight in a["state_dict"].items():
+        torch.testing.assert_close(weight, b["state_dict"][key], atol=1e-5, rtol=1e-4)
+    losses = [rows(tmp_path / name)[-1]["train_loss"] for name in "ab"]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.soak)])
+def test_good_runs_end_well(count, work, tmp_path):
+    flags = [*FLAGS, "--max-steps", "3", "--checkpoint-dir", tmp_path / "c"]
+    for _ in range(count):
+        output = run([*torchrun(2), *flags], work, env={"OMP_NUM_THREADS": "1"})
+        assert not re.search("warn|abort|terminate|Traceback", output, re.I), output
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 400 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.getuid() != 0:
+        pytest.skip("needs root to mount a small disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(small_disk, work):
+    folder = small_disk / "c"
+    finish(start("distributed", folder, work, "--max-steps", "5"))
+    before = load(folder)
+    filler = small_disk / "filler"
+    with pytest.raises(OSError), filler.open("wb") as file:
+        while True:
+            file.write(bytes(1024))
+            file.flush()
+    for name in ("distributed", "dataparallel"):
+        output = finish(start(name, folder, work, "--resume", "auto"), code=1)
+        where = r"rank 0 failed at epoch 0 step 10: cannot write .*/checkpoint.pth: .*No space left"
+        assert re.search(where, output), output
+        assert same_state(load(folder), before) and not list(folder.glob("*.tmp"))
+    filler.unlink()
+    finish(start("distributed", folder, work, "--resume", "auto"))
+    assert load(folder)["epoch"] == 1
+
+
+def test_a_folder_that_cannot_be_written(work, tmp_path):
+    """Root may write everywhere but on a disk that is mounted read-only."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to mount a read-only disk")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", folder], check=True)
+    try:
+        for path in (folder, folder / "deeper"):
+            output = finish(start("dataparallel", path, work), code=2)
+            assert output.startswith("error: ") and "Read-only file system" in output
+            assert output.count("\n") == 1
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_both_checkpoints_damaged(work, tmp_path):
+    folder = tmp_path / "c"
+    finish(start("dataparallel", folder, work, "--max-steps", "10"))
+    for name in ("checkpoint.pth", "checkpoint.prev.pth"):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    output = finish(start("dataparallel", folder, work, "--resume", "auto"), code=2)
+    assert output.startswith("error: ") and output.count(" is damaged ") == 2
+    assert output.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
+    """SIGSTOP: it holds its connections and says nothing."""
+    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "5")
+    job.wait_for(r"epoch 0 \[13/")
+    os.kill(processes(job)[1][1], signal.SIGSTOP)
+    sent = time.monotonic()
+    code, output = job.wait(60)
+    assert code == 1 and time.monotonic() - sent < 5 + 7 + 30 + 8
+    pattern = r"rank (\d) failed at epoch 0 step 1\d: .*; no sign of rank (\d)"
+    (found,) = re.findall(pattern, output)
+    assert set(found) == {"0", "1"}
+    finish(start("distributed", tmp_path / "c", work, "--resume", "auto"))
+    same_run(tmp_path / "c", straight("distributed"))
+
+
+def test_a_run_that_waits_for_images_ends_too(work, tmp_path):
+    """The loader's worker is stopped: the main thread would wait for it without limit."""
+    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "5")
+    job.wait_for(r"epoch 0 \[13/")
+    for pid in processes(job)[2]:
+        os.kill(pid, signal.SIGSTOP)
+    code, output = job.wait(60)
+    assert code == 1 and "no batch for 5 s; it waits as above" in output
+    assert re.search(r"rank \d failed at epoch 0 step 1\d: no batch", output)
+
+
+class Hosts:
+    """Two hosts on this machine: network namespaces joined by a cable."""
+
+    names = "nodea", "nodeb"
+
+    def __enter__(self):
+        for name in self.names:
+            self.ip(f"netns add {name}")
+            self.ip(f"-n {name} link set lo up")
+        self.ip("link add cablea netns nodea type veth peer name cableb netns nodeb")
+        for i, name in enumerate(self.names):
+            self.ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev cable{name[-1]}")
+        self.cable("up")
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            self.ip(f"netns del {name}")
+
+    def cable(self, state):
+        for name in self.names:
+            self.ip(f"-n {name} link set cable{name[-1]} {state}")
+
+    def ip(self, line):
+        subprocess.run(["ip", *line.split()], check=True, timeout=10)
+
+    def start(self, work, folder, *more):
+        """A torchrun agent on each host."""
+        jobs = []
+        for i, name in enumerate(self.names):
+            agent = f"ip netns exec {name} {PYTHON} -m torch.distributed.run --nnodes=2"
+            agent += " --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400"
+            agent += f" --local-addr=10.77.0.{i + 1}"
+            command = [*agent.split(), ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder]
+            env = ONE_THREAD | {"GLOO_SOCKET_IFNAME": f"cable{name[-1]}"}
+            jobs.append(Job([*command, *more], work, env))
+        return jobs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    (os.getuid() != 0 or not shutil.which("ip")) and "CI" not in os.environ,
+    reason="needs root and iproute2",
+)
+@pytest.mark.parametrize("fault", ["cable", "stopped"])
+def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
+    folder, limit = tmp_path / "c", 8
+    with Hosts() as hosts:
+        jobs = hosts.start(work, folder, "--dist-timeout", limit)
+        jobs[0].wait_for(r"epoch 0 \[13/")  # its address sorts first: it is rank 0
+        if fault == "cable":
+            hosts.cable("down")
+        else:
+            os.kill(processes(jobs[1])[1][0], signal.SIGSTOP)
+        cut, outputs = time.monotonic(), []
+        for job in jobs:
+            code, output = job.wait(limit + 100)
+            assert code != 0
+            outputs.append(output)
+        took = time.monotonic() - cut
+        said = [re.search(r"rank \d failed at epoch 0 step \d+: .*", o) for o in outputs]
+        assert all(said) if fault == "cable" else any(said), outputs
+        assert took < limit + 30 + 30, took
+        hosts.cable("up")
+        codes = [job.wait(120) for job in hosts.start(work, folder, "--resume", "auto")]
+        assert [code for code, _ in codes] == [0, 0], codes
+    same_run(folder, straight("distributed"))
+
+
+def test_plain_model_is_what_its_name_says():
+    assert not list(nets.plain(10).buffers()) and list(nets.normed(10).buffers())
