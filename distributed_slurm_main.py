@@ -86,7 +86,9 @@ def main(index, rank, local_rank, local_world_size, world_size, meeting):
 
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=args.dist_timeout)
-    dist.init_process_group(backend, None, timeout, world_size, rank, open_store(*meeting))
+    gpu = device if backend == "nccl" else None  # told, not guessed from the rank
+    store = open_store(*meeting)
+    dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=gpu)
     end_on_error(rank, world_size, args)
 
     # Data. Each process reads its own share; of the validation set every image is in one share.

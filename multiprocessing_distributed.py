@@ -83,7 +83,8 @@ def main(rank, world_size, store):
 
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=args.dist_timeout)
-    dist.init_process_group(backend, store, timeout=timeout, rank=rank, world_size=world_size)
+    gpu = device if backend == "nccl" else None  # told, not guessed from the rank
+    dist.init_process_group(backend, store, timeout, world_size, rank, device_id=gpu)
     end_on_error(rank, world_size, args)
 
     # Data. Each process reads its own share; of the validation set every image is in one share.

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 import zipfile
 import zlib
 
@@ -23,15 +22,13 @@ _locks = []  # open files
 def load_checkpoint(args):
     """The checkpoint that args.resume asks for, on the CPU, or None for a fresh start.
 
-    "auto" takes the newest good one in args.checkpoint_dir and names the damaged. Beside the KEYS
-    the dict has its `path` and a `crc` of its contents. Raises ValueError for a checkpoint that is
-    damaged or does not go with args.
+    "auto" takes the newest good one in args.checkpoint_dir. Beside the KEYS the dict has its
+    `path`, a `crc` of its contents, and what is to be said of `damaged` ones that were passed over.
+    Raises ValueError for a checkpoint that is damaged or does not go with args.
     """
-    paths, damaged = [args.resume] if args.resume else [], []
-    if args.resume == "auto":
-        names = ("checkpoint.pth", "checkpoint.prev.pth")
-        paths = [os.path.join(args.checkpoint_dir, name) for name in names]
-        paths = [path for path in paths if os.path.exists(path)]
+    names, damaged = ("checkpoint.pth", "checkpoint.prev.pth"), []
+    paths = [os.path.join(args.checkpoint_dir, name) for name in names]
+    paths = filter(os.path.exists, paths) if args.resume == "auto" else filter(None, [args.resume])
     for path in paths:
         try:
             checkpoint = _read(path)
@@ -44,8 +41,6 @@ def load_checkpoint(args):
         if args.resume and args.evaluate:
             raise ValueError(f"no checkpoint to evaluate in {args.checkpoint_dir}")
         return None
-    for message in damaged:
-        print(f"{message}: taking {path}", file=sys.stderr, flush=True)
 
     if checkpoint["arch"] != args.arch:
         raise ValueError(f"{path} holds a {checkpoint['arch']}, not the --arch {args.arch}")
@@ -54,7 +49,7 @@ def load_checkpoint(args):
         if checkpoint["step"] and before != now and not args.evaluate:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{path} is in mid-epoch with {flag} {before}: it cannot become {now}")
-    return checkpoint
+    return {**checkpoint, "damaged": damaged}
 
 
 def _read(path):

@@ -11,7 +11,8 @@ import traceback
 
 import torch.distributed as dist
 
-from .process import SIGNALS, heartbeat
+from .prefetcher import Prefetcher
+from .process import SIGNALS
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -70,10 +71,8 @@ def end_on_error(rank, world_size, args):
 
     def end(frames, lines, reason):
         first.acquire()  # the main thread and the watch may come at the same time
-        where = ""
-        for frame in frames:
-            if {"epoch", "step"} <= frame.f_locals.keys():
-                where = " at epoch {epoch} step {step}".format(**frame.f_locals)
+        known = [f.f_locals for f in frames if {"epoch", "step"} <= f.f_locals.keys()]
+        where = "".join(" at epoch {epoch} step {step}".format(**names) for names in known[:1])
         if "gloo" in reason or "nccl" in reason.lower() or "no batch" in reason:
             reason += _missing(rank, world_size)
         sys.stdout.flush()
@@ -87,7 +86,7 @@ def end_on_error(rank, world_size, args):
         end([frame for frame, _ in traceback.walk_tb(trace)], lines, reason)
 
     def watch():
-        while heartbeat.age() < timeout:
+        while time.monotonic() - Prefetcher.step_done < timeout:
             time.sleep(1)
         frame = sys._current_frames()[threading.main_thread().ident]
         frames = [frame for frame, _ in traceback.walk_stack(frame)]
@@ -106,8 +105,7 @@ def _missing(rank, world_size):
         store = dist.distributed_c10d._get_default_store()
         store.set(f"failed {rank}", "")
         time.sleep(2)  # the others notice at nearly the same time
-        names = {r: f"failed {r}" for r in range(world_size)}
-        silent.extend(str(r) for r, name in names.items() if not store.check([name]))
+        silent.extend(str(r) for r in range(world_size) if not store.check([f"failed {r}"]))
 
     if dist.is_initialized():
         thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach

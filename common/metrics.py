@@ -58,7 +58,7 @@ class ProgressMeter:
             tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
             span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
-            self.bar = tqdm(bar_format=form, file=sys.stdout, dynamic_ncols=True, **span)
+            self.bar = tqdm(**span, bar_format=form, file=sys.stdout, dynamic_ncols=True)
         self.bar.set_postfix_str(parts, refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -97,9 +97,8 @@ def reduce_mean(tensor, world_size):
 def preflight(args, device, backend, world_size, workers, train_set, val_set, checkpoint):
     """Say what is about to happen, before it does."""
     rate = args.lr * args.batch_size / 256
-    processes = f"{world_size} process{'es' if world_size > 1 else ''} on {device.type}"
-    if device.type == "cuda":
-        processes += f" ({torch.cuda.get_device_name(device)})"
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    processes = f"{world_size} process{'es' * (world_size > 1)} on {device.type}{name}"
     print(
         f"{processes}, {backend}, {args.precision}, torch {torch.__version__}; in each "
         f"{torch.get_num_threads()} threads, {workers} loader workers\n"
@@ -112,10 +111,9 @@ def preflight(args, device, backend, world_size, workers, train_set, val_set, ch
     )
     if checkpoint:
         place = f"epoch {checkpoint['epoch']} step {checkpoint['step']}"
-        print(f"resumed from {checkpoint['path']} at {place}", flush=True)
+        print(*checkpoint["damaged"], f"resumed from {checkpoint['path']} at {place}", sep="\n")
         now = {**vars(args), "world_size": world_size}
         old = {k: v for k, v in checkpoint["args"].items() if now.get(k, v) != v}
         for name in sorted(old.keys() - {"resume", "evaluate"}):
-            same = name == "world_size" and "batch_size" not in old
-            note = ", the global batches stay the same" if same else ""
+            note = ", same global batches" * (name == "world_size" and "batch_size" not in old)
             print(f"  changed: {name} {old[name]} -> {now[name]}{note}", flush=True)

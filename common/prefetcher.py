@@ -1,10 +1,9 @@
 """From uint8 batches in host memory to normalised float batches on the device."""
 
+import math
 import time
 
 import torch
-
-from .process import heartbeat
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, in 0..1
 
@@ -17,6 +16,8 @@ class Prefetcher:
     copy costs no time as long as it is shorter than a step. `waited` counts the seconds that the
     host spent waiting for the loader.
     """
+
+    step_done = math.inf  # when this process last asked for another batch, by time.monotonic()
 
     def __init__(self, loader, device):
         self.loader, self.device, self.waited = loader, device, 0.0
@@ -41,7 +42,7 @@ class Prefetcher:
                 images.record_stream(current)
                 target.record_stream(current)
             yield images, target
-            heartbeat.beat()  # the step is done, see end_on_error()
+            Prefetcher.step_done = time.monotonic()
 
     def _load(self, images, target):
         images = images.to(self.device, non_blocking=True)

@@ -39,23 +39,6 @@ class Stop:
             signal.signal(number, signal.SIG_IGN)
 
 
-class Heartbeat:
-    """When the main thread was last seen at work, by beat(): from the first one on."""
-
-    def __init__(self):
-        self.last = None
-
-    def beat(self):
-        self.last = time.monotonic()
-
-    def age(self):
-        """Seconds since the last beat, 0.0 before the first."""
-        return 0.0 if self.last is None else time.monotonic() - self.last
-
-
-heartbeat = Heartbeat()
-
-
 def die_with_parent(launched=True):
     """Let the kernel kill this process when the one that started it is gone (Linux).
 

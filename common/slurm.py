@@ -76,10 +76,10 @@ def exchange(store, number, tasks, count):
     store.set(f"task {number} has heard", "")
     if number == 0:
         store.wait([f"task {i} has heard" for i in range(tasks)])  # the store may end with task 0
-    for error in told:
-        if isinstance(error, str) and number == 0:
-            raise ValueError(error)
-        if isinstance(error, str):
-            time.sleep(3)  # an exit can end the step: not before task 0 has said why
-            os._exit(2)
+    errors = [answer for answer in told if isinstance(answer, str)]
+    if errors and number != 0:
+        time.sleep(3)  # an exit can end the step: not before task 0 has said why
+        os._exit(2)
+    if errors:
+        raise ValueError(errors[0])
     return told

@@ -39,7 +39,6 @@ def supervise(context, rank=0):
             pass
     except mp.ProcessExitedException as error:
         if error.exit_code < 0:
-            message = f"rank {rank + error.error_index} failed: {error}"
-            print(message, file=sys.stderr, flush=True)
+            print(f"rank {rank + error.error_index} failed: {error}", file=sys.stderr, flush=True)
         return max(error.exit_code, 1)
     return 0

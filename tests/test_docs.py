@@ -14,7 +14,7 @@ from conftest import PYTHON, ROOT, last_result, run
 README = (ROOT / "README.md").read_text()
 QUICK = ["--max-steps", "1", "--image-size", "32"]
 # Run by tests of their own: what is a test run itself, needs two nodes, or a cluster's launcher.
-ELSEWHERE = r"\./start\.sh( test| NAME .*)?$|NNODES|torchrun --nnodes=2|srun |sbatch "
+ELSEWHERE = r"\./start\.sh( test.*| NAME .*)?$|NNODES|torchrun --nnodes=2|srun |sbatch "
 
 
 def commands():
@@ -58,7 +58,7 @@ def test_commands_are_found():
 
 
 @pytest.mark.parametrize("command", commands())
-def test_command_runs(command, clone):
+def test_command_runs(command, clone, tmp_path):
     # The only changes: a small data set for ImageNet's path, and one step where it would train.
     line = command.replace("/path/to/imagenet", "data/small -b 64 -a resnet18 -j 1")
     words = shlex.split(line)
@@ -70,7 +70,8 @@ def test_command_runs(command, clone):
         return
     if words[0] == "python":
         words[0] = PYTHON
-    output = run(["env", *words, *QUICK], clone, env=ACTIVE, timeout=120)
+    flags = [*QUICK, "--checkpoint-dir", tmp_path / "c"]
+    output = run(["env", *words, *flags], clone, env=ACTIVE, timeout=120)
     last_result(output.replace("[0]<stdout>:", ""))  # horovodrun's
 
 

@@ -309,7 +309,7 @@ def test_the_number_of_processes_may_change(work, tmp_path):
         output = run([*command, "--resume", "auto"], work, env=ONE_THREAD)
         assert f"global batch 48 = {processes} x {48 // processes}" in output
         if steps == 21:
-            assert "  changed: world_size 2 -> 1, the global batches stay the same" in output
+            assert "  changed: world_size 2 -> 1, same global batches" in output
     a, b = load(tmp_path / "a"), load(tmp_path / "b")
     for key, weight in a["state_dict"].items():
         torch.testing.assert_close(weight, b["state_dict"][key], atol=1e-5, rtol=1e-4)
@@ -370,6 +370,16 @@ def test_a_folder_that_cannot_be_written(work, tmp_path):
             assert output.count("\n") == 1
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_damaged_checkpoint_is_named_once_and_the_previous_one_taken(work, straight, tmp_path):
+    folder = tmp_path / "c"
+    finish(start("distributed", folder, work, "--max-steps", "10"))
+    (folder / "checkpoint.pth").write_bytes((folder / "checkpoint.pth").read_bytes()[:-100])
+    output = finish(start("distributed", folder, work, "--resume", "auto"))
+    assert output.count(f"{folder}/checkpoint.pth is damaged (") == 1
+    assert f"resumed from {folder}/checkpoint.prev.pth at epoch 0 step 5" in output
+    same_run(folder, straight("distributed"))
 
 
 def test_both_checkpoints_damaged(work, tmp_path):
