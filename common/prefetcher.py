@@ -21,8 +21,9 @@ class Prefetcher:
 
     def __init__(self, loader, device):
         self.loader, self.device, self.waited = loader, device, 0.0
-        self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1) * 255
-        self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1) * 255
+        # Of a byte x: x / (255 * std) - mean / std.
+        self.scale = torch.tensor([1 / (255 * std) for std in STD], device=device)
+        self.shift = torch.tensor([-m / s for m, s in zip(MEAN, STD, strict=True)], device=device)
 
     def __iter__(self):
         batches = iter(self.loader)
@@ -48,4 +49,8 @@ class Prefetcher:
         images = images.to(self.device, non_blocking=True)
         target = target.to(self.device, non_blocking=True)
         images = images.to(torch.float32, memory_format=torch.channels_last)
-        return images.sub_(self.mean).div_(self.std), target
+        # As rows of width * 3 numbers: with an inner loop over 3 channels a CPU is 3 times slower.
+        rows = images.permute(0, 2, 3, 1).flatten(2)
+        width = images.shape[3]
+        torch.addcmul(self.shift.repeat(width), rows, self.scale.repeat(width), out=rows)
+        return rows.unflatten(2, (width, 3)).permute(0, 3, 1, 2), target
