@@ -23,10 +23,10 @@ from common.metrics import AverageMeter, ProgressMeter, accuracy, preflight, red
 from common.model import build_model
 from common.prefetcher import Prefetcher
 from common.process import Stop, die_with_parent, own_cores, pick_device, seed_step
+from common.rendezvous import fresh_store
 
 with user_errors(int(os.environ.get("LOCAL_RANK", 0))):
-    remedy = "build it as github.com/NVIDIA/apex says, with APEX_CPP_EXT=1 APEX_CUDA_EXT=1; "
-    remedy += "distributed.py --precision bf16 trains in mixed precision without Apex"
+    remedy = "build it as github.com/NVIDIA/apex says; distributed.py --precision bf16 needs none"
     if not (found := importlib.util.find_spec("apex")):
         raise ValueError(f"no Apex here: {remedy}")
     if not any(os.path.isdir(f"{p}/optimizers") for p in found.submodule_search_locations or []):
@@ -36,10 +36,9 @@ with user_errors(int(os.environ.get("LOCAL_RANK", 0))):
     if importlib.util.find_spec("apex.amp"):
         from apex import amp
         from apex.parallel import DistributedDataParallel
-    else:  # what it had is in torch now
+    else:
+        amp = None  # what it had is in torch now
         from apex.optimizers import FusedSGD
-
-        amp = None
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,9 +65,7 @@ def parse_args():
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
     add("--checkpoint-dir", metavar="DIR", default="checkpoints")
-    add(
-        "--checkpoint-freq", type=at_least(0), default=0, metavar="STEPS", help="0: epoch ends only"
-    )
+    add("--checkpoint-freq", type=at_least(0), default=0, metavar="STEPS", help="0: epoch ends")
     add("--resume", metavar="PATH|auto", help="auto: the newest good one in --checkpoint-dir")
     add("-e", "--evaluate", action="store_true", help="validate once and stop; writes nothing")
     add("--max-steps", type=at_least(1), metavar="N", help="end after N steps, all resumes counted")
@@ -101,7 +98,7 @@ def main():
         device = pick_device(local_rank, local_world_size, args)
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
-        checkpoint = load_checkpoint(args)
+        checkpoint = load_checkpoint(args, train_set)
         torch.manual_seed(args.seed)
         net = build_model(args, len(train_set.classes), device)
         if rank == 0 and not args.evaluate:
@@ -110,7 +107,8 @@ def main():
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=args.dist_timeout)
     gpu = device if backend == "nccl" else None  # told, not guessed from the rank
-    dist.init_process_group(backend, None, timeout, world_size, rank, device_id=gpu)
+    store = fresh_store(rank, world_size, timeout)
+    dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=gpu)
     end_on_error(rank, world_size, args)
 
     # Data. Each process reads its own share; of the validation set every image is in one share.
@@ -130,7 +128,7 @@ def main():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(net) if args.sync_bn else net
     if amp:
         model.to(memory_format=torch.contiguous_format)  # its DDP would mix up other gradients
-        model, optimizer = amp.initialize(model, optimizer, args.opt_level, verbosity=0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
         model, scaler = DistributedDataParallel(model), amp  # has the state of loss scaling
         backend += f", apex.amp {args.opt_level}, Apex's DDP"
     else:
@@ -143,13 +141,15 @@ def main():
         model.compile()
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
     check_same(checkpoint, rank, local_rank, world_size, device, reduce_mean)
-    parts = net, optimizer, scaler, meters  # what a checkpoint holds
+    parts = net, optimizer, scaler, meters  # what a checkpoint holds, and of which run it is
+    run = {"world_size": world_size, "images": len(train_set), "classes": len(train_set.classes)}
+    run |= vars(args)
     epoch, step, best_acc1 = restore(checkpoint, parts)
     steps = train_sampler.steps  # of an epoch
     last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)  # over all epochs
     stopping = False
     if rank == 0:
-        preflight(args, device, backend, world_size, workers, train_set, val_set, checkpoint)
+        preflight(args, run, device, backend, workers, val_set, checkpoint)
     if args.evaluate:
         validate(val_loader, net, device, rank, world_size, args)
         last_step = 0
@@ -196,13 +196,13 @@ def main():
                 if rank == 0:
                     progress.display(step, lr)
                     if save_now or (stopping and step < end):
-                        save_checkpoint(args, world_size, (epoch, step, best_acc1), parts)
+                        save_checkpoint(run, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
+        speed = progress.close(step, batches.waited)
         if step < end:
             break
 
-        speed = progress.close(step, batches.waited)
         for buffer in net.buffers():  # rank 0's BatchNorm statistics are the model's
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_loader, net, device, rank, world_size, args)
@@ -212,7 +212,7 @@ def main():
         if rank == 0:
             row = {"epoch": epoch, "step": step, "train_loss": meters[0].avg, "val_loss": val_loss}
             row |= {"acc1": acc1, "acc5": acc5, "lr": lr, "world_size": world_size, **speed}
-            save_checkpoint(args, world_size, (epoch, step, best_acc1), parts, is_best, row)
+            save_checkpoint(run, (epoch, step, best_acc1), parts, is_best, row)
 
     unfinished = epoch * steps + step < last_step
     if rank == 0 and unfinished:

@@ -41,9 +41,7 @@ def parse_args():
     add("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--checkpoint-dir", metavar="DIR", default="checkpoints")
-    add(
-        "--checkpoint-freq", type=at_least(0), default=0, metavar="STEPS", help="0: epoch ends only"
-    )
+    add("--checkpoint-freq", type=at_least(0), default=0, metavar="STEPS", help="0: epoch ends")
     add("--resume", metavar="PATH|auto", help="auto: the newest good one in --checkpoint-dir")
     add("-e", "--evaluate", action="store_true", help="validate once and stop; writes nothing")
     add("--max-steps", type=at_least(1), metavar="N", help="end after N steps, all resumes counted")
@@ -63,7 +61,7 @@ def main():
         device = pick_device(local_rank, local_world_size, args)
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
-        checkpoint = load_checkpoint(args)
+        checkpoint = load_checkpoint(args, train_set)
         torch.manual_seed(args.seed)
         net = build_model(args, len(train_set.classes), device)
         if rank == 0 and not args.evaluate:
@@ -93,13 +91,15 @@ def main():
     if args.compile:
         model.compile()
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
-    parts = net, optimizer, scaler, meters  # what a checkpoint holds
+    parts = net, optimizer, scaler, meters  # what a checkpoint holds, and of which run it is
+    run = {"world_size": world_size, "images": len(train_set), "classes": len(train_set.classes)}
+    run |= vars(args)
     epoch, step, best_acc1 = restore(checkpoint, parts)
     steps = train_sampler.steps  # of an epoch
     last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)  # over all epochs
     stopping = False
     if rank == 0:
-        preflight(args, device, "DataParallel", world_size, workers, train_set, val_set, checkpoint)
+        preflight(args, run, device, "DataParallel", workers, val_set, checkpoint)
     if args.evaluate:
         validate(val_loader, net, device, rank, world_size, args)
         last_step = 0
@@ -141,13 +141,13 @@ def main():
                 if rank == 0:
                     progress.display(step, lr)
                     if save_now or (stopping and step < end):
-                        save_checkpoint(args, world_size, (epoch, step, best_acc1), parts)
+                        save_checkpoint(run, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
+        speed = progress.close(step, batches.waited)
         if step < end:
             break
 
-        speed = progress.close(step, batches.waited)
         val_loss, acc1, acc5 = validate(val_loader, net, device, rank, world_size, args)
         best_acc1, is_best = max(acc1, best_acc1), acc1 > best_acc1
         if step == steps:
@@ -155,7 +155,7 @@ def main():
         if rank == 0:
             row = {"epoch": epoch, "step": step, "train_loss": meters[0].avg, "val_loss": val_loss}
             row |= {"acc1": acc1, "acc5": acc5, "lr": lr, "world_size": world_size, **speed}
-            save_checkpoint(args, world_size, (epoch, step, best_acc1), parts, is_best, row)
+            save_checkpoint(run, (epoch, step, best_acc1), parts, is_best, row)
 
     unfinished = epoch * steps + step < last_step
     if rank == 0 and unfinished:

@@ -30,7 +30,8 @@ if ! gpus=$(probe); then
         echo "Making .venv with torch and torchvision: several GB, this once." >&2
         python3 -m venv .venv || { rm -rf .venv; exit 2; }
     fi
-    gpus=$(probe) || { python -m pip install -r requirements.txt && gpus=$(probe); }
+    gpus=$(probe) || { python -m pip install -r requirements.txt && gpus=$(probe); } ||
+        { echo "error: .venv has no torch >= 2.6 with torchvision: see above, or remove it" >&2; exit 2; }
 fi
 python -c 'import sklearn, tqdm' 2>/dev/null || python -m pip install scikit-learn tqdm
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}

@@ -7,4 +7,5 @@ from .metrics import AverageMeter, ProgressMeter, accuracy, preflight, reduce_me
 from .model import build_model
 from .prefetcher import Prefetcher
 from .process import Stop, die_with_parent, own_cores, pick_device, seed_step
+from .rendezvous import exchange, fresh_store, meeting_point, open_store
 from .spawn import child, supervise

@@ -19,7 +19,7 @@ KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler
 _locks = []  # open files
 
 
-def load_checkpoint(args):
+def load_checkpoint(args, train_set):
     """The checkpoint that args.resume asks for, on the CPU, or None for a fresh start.
 
     "auto" takes the newest good one in args.checkpoint_dir. Beside the KEYS the dict has its
@@ -44,11 +44,13 @@ def load_checkpoint(args):
 
     if checkpoint["arch"] != args.arch:
         raise ValueError(f"{path} holds a {checkpoint['arch']}, not the --arch {args.arch}")
-    for name in ("batch_size", "seed"):
-        before, now = checkpoint["args"][name], getattr(args, name)
-        if checkpoint["step"] and before != now and not args.evaluate:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{path} is in mid-epoch with {flag} {before}: it cannot become {now}")
+    now = {"--batch-size": args.batch_size, "--seed": args.seed, "images": len(train_set)}
+    now["classes"] = len(train_set.classes)
+    for name, value in now.items():
+        before = checkpoint["args"].get(name.strip("-").replace("-", "_"), value)
+        if before != value and (name == "classes" or (checkpoint["step"] and not args.evaluate)):
+            place = "in mid-epoch with" if checkpoint["step"] else "of"
+            raise ValueError(f"{path} is {place} {name} {before}: it cannot become {value}")
     return {**checkpoint, "damaged": damaged}
 
 
@@ -91,14 +93,17 @@ def restore(checkpoint, parts):
     Without a checkpoint they stay as they are. The learning rate, momentum and weight decay stay
     in any case: they are the command line's.
     """
+    net, optimizer, scaler, meters = parts
+    for weight in net.parameters():  # the fused kernel fills a new one with what memory held,
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)  # if fp16 overflows
     if checkpoint is None:
         return 0, 0, 0.0
-    net, optimizer, scaler, meters = parts
     net.load_state_dict(checkpoint["state_dict"])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]})
     for weight, state in optimizer.state.items():
         for key, value in state.items():  # fused kernels read both as flat memory: in one layout
-            state[key] = torch.empty_like(weight).copy_(value) if torch.is_tensor(value) else value
+            if torch.is_tensor(value) and value.shape == weight.shape:
+                state[key] = torch.empty_like(weight).copy_(value)
     if scaler.state_dict().keys() == checkpoint["scaler"].keys():  # else of another precision
         scaler.load_state_dict(checkpoint["scaler"])
     for meter in meters:
@@ -113,8 +118,8 @@ def open_folder(folder, checkpoint):
     then the lines of metrics.jsonl beyond it are cut, for they will be written again. Raises
     ValueError when another run is writing there, OSError when this one could not.
     """
-    folder = os.path.abspath(folder)
-    resumed = checkpoint and os.path.dirname(os.path.abspath(checkpoint["path"])) == folder
+    folder = os.path.realpath(folder)
+    resumed = checkpoint and os.path.dirname(os.path.realpath(checkpoint["path"])) == folder
     os.makedirs(folder, exist_ok=True)
     _lock(folder)
     if not resumed and glob.glob(glob.escape(folder) + "/*.pth"):
@@ -125,6 +130,8 @@ def open_folder(folder, checkpoint):
         print(f"{folder} held a run: renamed to {folder}.{number}", flush=True)
         os.makedirs(folder)
         _lock(folder)
+    if resumed and checkpoint["damaged"]:  # the next save would put it in the place of the good one
+        _link(checkpoint["path"], os.path.join(folder, "checkpoint.pth"))
     for leftover in glob.glob(glob.escape(folder) + "/*.tmp"):
         os.remove(leftover)
     path, kept = os.path.join(folder, "metrics.jsonl"), []
@@ -151,22 +158,21 @@ def _lock(folder):
             raise ValueError(message) from None
 
 
-def save_checkpoint(args, world_size, position, parts, is_best=False, row=None):
-    """Write checkpoint.pth in args.checkpoint_dir; the one before becomes checkpoint.prev.pth.
+def save_checkpoint(run, position, parts, is_best=False, row=None):
+    """Write checkpoint.pth in run["checkpoint_dir"]; the one before becomes checkpoint.prev.pth.
 
-    position: (epochs completed, steps done in the current one, best_acc1); parts: as in restore().
-    With is_best, model_best.pth is the same file; `row` is added to metrics.jsonl. To replace
-    checkpoint.pth comes last and commits them: what came before a crash is done again. Each file
-    is the old or the new one at every moment. Raises OSError, and leaves the old ones, when the
-    disk is full.
+    run: the flags, and what else must or may differ when it is resumed; position: (epochs
+    completed, steps done in the current one, best_acc1); parts: as in restore(). With is_best,
+    model_best.pth is the same file; `row` is added to metrics.jsonl. To replace checkpoint.pth
+    comes last and commits them: what came before a crash is done again. Each file is the old or
+    the new one at every moment. Raises OSError, and leaves the old ones, when the disk is full.
     """
     net, optimizer, scaler, meters = parts
     state = dict(zip(("epoch", "step", "best_acc1"), position, strict=True))
-    state |= {"arch": args.arch, "args": {**vars(args), "world_size": world_size}}
-    state["state_dict"] = net.state_dict()
+    state |= {"arch": run["arch"], "args": run, "state_dict": net.state_dict()}
     state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
     state["meters"] = {meter.name: (meter.sum, meter.count) for meter in meters}
-    folder = args.checkpoint_dir
+    folder = run["checkpoint_dir"]
     path = os.path.join(folder, "checkpoint.pth")
     new = f"{path}.{os.getpid()}.tmp"
     try:

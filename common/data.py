@@ -194,7 +194,7 @@ class TrainSampler:
 
 def make_loader(dataset, sampler, batch_size, workers, device):
     """A DataLoader of (uint8 [n, 3, h, w], int64 [n]) whose workers live as long as it does."""
-    return DataLoader(
+    loader = DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
@@ -206,6 +206,13 @@ def make_loader(dataset, sampler, batch_size, workers, device):
         # Spawned, as they would be below mp.spawn, each takes seconds to import torch.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
     )
+    if workers:
+        # Forked now, with nothing to fetch yet: in a later fork a thread of the process group may
+        # hold a lock that the child waits for without end (python/cpython#112275).
+        loader.batch_sampler.sampler = ()
+        iter(loader)
+        loader.batch_sampler.sampler = sampler
+    return loader
 
 
 def _init_worker(worker):

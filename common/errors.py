@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ import traceback
 import torch.distributed as dist
 
 from .prefetcher import Prefetcher
-from .process import SIGNALS
+from .process import Stop
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -48,10 +47,10 @@ def user_errors(local_rank):
     try:
         yield
     except (ValueError, OSError) as error:
-        if local_rank != 0:
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            time.sleep(30)  # reached only where local rank 0 did not fail: then it is said here
+        for _ in range(300 if local_rank else 0):  # then local rank 0 did not fail: it is said here
+            if Stop.requested:
+                os._exit(2)
+            time.sleep(0.1)
         sys.stdout.flush()
         sys.stderr.write(f"error: {first_line(error)}\n")
         sys.stderr.flush()

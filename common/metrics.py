@@ -1,5 +1,6 @@
 """What is measured, how it is averaged over processes, and how it is shown and kept."""
 
+import shutil
 import sys
 import time
 
@@ -58,7 +59,8 @@ class ProgressMeter:
             tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
             span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
-            self.bar = tqdm(**span, bar_format=form, file=sys.stdout, dynamic_ncols=True)
+            width = shutil.get_terminal_size().columns - 1  # 79 where a terminal does not tell
+            self.bar = tqdm(**span, bar_format=form, file=sys.stdout, ncols=width)
         self.bar.set_postfix_str(parts, refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -94,15 +96,15 @@ def reduce_mean(tensor, world_size):
     return tensor / world_size
 
 
-def preflight(args, device, backend, world_size, workers, train_set, val_set, checkpoint):
-    """Say what is about to happen, before it does."""
-    rate = args.lr * args.batch_size / 256
+def preflight(args, run, device, backend, workers, val_set, checkpoint):
+    """Say what is about to happen, before it does. `run`: as in save_checkpoint()."""
+    rate, world_size = args.lr * args.batch_size / 256, run["world_size"]
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     processes = f"{world_size} process{'es' * (world_size > 1)} on {device.type}{name}"
     print(
         f"{processes}, {backend}, {args.precision}, torch {torch.__version__}; in each "
         f"{torch.get_num_threads()} threads, {workers} loader workers\n"
-        f"{len(train_set)} images to train, {len(val_set)} to validate, {len(val_set.classes)} "
+        f"{run['images']} images to train, {len(val_set)} to validate, {len(val_set.classes)} "
         f"classes; {args.arch} at {args.image_size} px\n"
         f"global batch {args.batch_size} = {world_size} x {args.batch_size // world_size}; "
         f"learning rate {rate:.4g} = {args.lr:g} x {args.batch_size} / 256, "
@@ -112,8 +114,7 @@ def preflight(args, device, backend, world_size, workers, train_set, val_set, ch
     if checkpoint:
         place = f"epoch {checkpoint['epoch']} step {checkpoint['step']}"
         print(*checkpoint["damaged"], f"resumed from {checkpoint['path']} at {place}", sep="\n")
-        now = {**vars(args), "world_size": world_size}
-        old = {k: v for k, v in checkpoint["args"].items() if now.get(k, v) != v}
+        old = {k: v for k, v in checkpoint["args"].items() if run.get(k, v) != v}
         for name in sorted(old.keys() - {"resume", "evaluate"}):
             note = ", same global batches" * (name == "world_size" and "batch_size" not in old)
-            print(f"  changed: {name} {old[name]} -> {now[name]}{note}", flush=True)
+            print(f"  changed: {name} {old[name]} -> {run[name]}{note}", flush=True)

@@ -2,9 +2,11 @@
 
 import ctypes
 import hashlib
+import math
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -17,20 +19,28 @@ class Stop:
 
     The training loop looks at `requested` and stops where all processes can. A launcher passes on
     what the terminal has sent to everybody already, so signals within two seconds are one request.
-    A later one has its default effect: a process that is stuck can still be killed.
+    A later one ends this process with 128 + its number, whatever the main thread is stuck in:
+    Python's handlers run there only, so it is a thread that counts.
     """
 
-    def __init__(self):
-        self.requested, self.since = False, 0.0
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
+    requested = False
 
-    def _handle(self, number, frame):
-        if self.requested and time.monotonic() - self.since > 2:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif not self.requested:
-            self.requested, self.since = True, time.monotonic()
+    def __init__(self):
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)  # gets the number of every signal, at once
+        threading.Thread(target=self._count, args=[read], daemon=True).start()
+
+    def _count(self, read):
+        since = math.inf
+        while True:
+            number = os.read(read, 1)[0]
+            if number in SIGNALS and time.monotonic() - since > 2:
+                os._exit(128 + number)
+            if number in SIGNALS and not Stop.requested:
+                Stop.requested, since = True, time.monotonic()
 
     @staticmethod
     def ignore():
@@ -83,6 +93,8 @@ def pick_device(local_rank, local_world_size, args):
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)  # before anything else touches a GPU, or GPU 0 pays for all
+    if vars(args).get("precision") == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+        raise ValueError("this GPU has no bf16, which is the default: add --precision fp16")
     torch.backends.cudnn.benchmark = True
     return device
 
@@ -97,5 +109,5 @@ def seed_step(seed, epoch, step, rank):
     """Make the random numbers of a step (dropout) a function of its position alone."""
     value = position_seed(seed, epoch, step, rank)
     torch.default_generator.manual_seed(value)  # torch.manual_seed is 30 times slower without GPU
-    for i, generator in enumerate(torch.cuda.default_generators):
-        generator.manual_seed(value + i)
+    for i, generator in enumerate(torch.cuda.default_generators):  # one for each GPU in sight
+        generator.manual_seed(value + i - torch.cuda.current_device())

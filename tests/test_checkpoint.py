@@ -20,6 +20,15 @@ from common import AverageMeter, load_checkpoint, open_folder, restore, save_che
 from tests import nets
 
 
+class Images(list):
+    """What load_checkpoint() asks of a data set."""
+
+    classes = range(10)
+
+
+IMAGES = Images(range(80))
+
+
 def parts():
     torch.manual_seed(0)
     net = nets.plain(10)
@@ -39,7 +48,7 @@ def write(folder, count, **more):
     folder.mkdir(exist_ok=True)
     for epoch in range(1, count + 1):
         row = {"epoch": epoch, "step": 0}
-        save_checkpoint(arguments(folder), 1, (epoch, 0, 50.0), parts(), row=row, **more)
+        save_checkpoint(vars(arguments(folder)), (epoch, 0, 50.0), parts(), row=row, **more)
 
 
 def test_what_is_saved_is_what_is_restored(tmp_path):
@@ -50,7 +59,7 @@ def test_what_is_saved_is_what_is_restored(tmp_path):
             parameter.add_(1)
     optimizer.state.clear()
     optimizer.param_groups[0]["weight_decay"] = 0.5
-    checkpoint = load_checkpoint(arguments(tmp_path))
+    checkpoint = load_checkpoint(arguments(tmp_path), IMAGES)
     assert restore(checkpoint, (net, optimizer, scaler, meters)) == (2, 0, 50.0)
     other, other_optimizer, *_ = parts()
     for a, b in zip(net.parameters(), other.parameters(), strict=True):
@@ -96,15 +105,15 @@ def test_the_previous_one_is_taken_for_a_damaged_one(tmp_path, how):
     write(tmp_path, 2)
     newest, previous = tmp_path / "checkpoint.pth", tmp_path / "checkpoint.prev.pth"
     damaged(newest, how)
-    checkpoint = load_checkpoint(arguments(tmp_path))
+    checkpoint = load_checkpoint(arguments(tmp_path), IMAGES)
     assert (checkpoint["epoch"], checkpoint["path"]) == (1, str(previous))
     (message,) = checkpoint["damaged"]
     assert message.startswith(f"{newest} is damaged")
     with pytest.raises(ValueError, match=f"{newest} is damaged"):
-        load_checkpoint(arguments(tmp_path, str(newest)))
+        load_checkpoint(arguments(tmp_path, str(newest)), IMAGES)
     damaged(previous, how)
     with pytest.raises(ValueError, match=f"{newest} is damaged .*; {previous} is damaged "):
-        load_checkpoint(arguments(tmp_path))
+        load_checkpoint(arguments(tmp_path), IMAGES)
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
@@ -117,7 +126,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
         content[random.randrange(len(good))] ^= 1 << random.randrange(8)
         path.write_bytes(content)
         try:
-            got = load_checkpoint(arguments(tmp_path))["state_dict"]
+            got = load_checkpoint(arguments(tmp_path), IMAGES)["state_dict"]
         except ValueError:
             continue
         assert all(got[key].equal(state[key]) for key in state)  # it hit padding
@@ -137,7 +146,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     checkpoint = load(tmp_path / "c")
     torch.save({**checkpoint, "args": Command()}, tmp_path / "c/checkpoint.pth")
     with pytest.raises(ValueError, match="holds more than tensors, it is not loaded"):
-        load_checkpoint(arguments(tmp_path / "c"))
+        load_checkpoint(arguments(tmp_path / "c"), IMAGES)
     assert not Command.path.exists()
 
 
@@ -146,7 +155,7 @@ def test_resume_cuts_what_the_checkpoint_did_not_commit(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"epoch": 3, "step": 0}) + '\n{"epoch": 4, "st')
     (tmp_path / "checkpoint.pth.1234.tmp").write_text("of a process that was killed")
-    open_folder(str(tmp_path), load_checkpoint(arguments(tmp_path)))
+    open_folder(str(tmp_path), load_checkpoint(arguments(tmp_path), IMAGES))
     assert [row["epoch"] for row in rows(tmp_path)] == [1, 2]
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -155,7 +164,8 @@ def test_a_run_is_only_continued_in_its_own_folder(tmp_path, capsys):
     write(tmp_path / "a", 1)
     write(tmp_path / "b", 2)
     open_folder(
-        f"{tmp_path}/b/", load_checkpoint(arguments(tmp_path, f"{tmp_path}/a/checkpoint.pth"))
+        f"{tmp_path}/b/",
+        load_checkpoint(arguments(tmp_path, f"{tmp_path}/a/checkpoint.pth"), IMAGES),
     )
     assert capsys.readouterr().out.endswith(f"renamed to {tmp_path}/b.1\n")
     assert load(tmp_path / "b.1")["epoch"] == 2
@@ -171,7 +181,7 @@ from test_checkpoint import *
 folder = Path(sys.argv[3])
 for epoch in range(1, 1000):
     row = {"epoch": epoch, "step": 0}
-    save_checkpoint(arguments(folder), 1, (epoch, 0, 0.0), parts(), epoch % 2, row)
+    save_checkpoint(vars(arguments(folder)), (epoch, 0, 0.0), parts(), epoch % 2, row)
     print(epoch, flush=True)
 """
 
@@ -193,7 +203,7 @@ def test_killed_while_writing(tmp_path):
             reported = int(process.stdout.readline())
         process.kill()
         process.communicate()
-        checkpoint = load_checkpoint(arguments(folder))
+        checkpoint = load_checkpoint(arguments(folder), IMAGES)
         assert checkpoint["epoch"] >= reported
         assert load(folder, "model_best.pth")["epoch"] % 2 == 1
         open_folder(str(folder), checkpoint)
@@ -223,17 +233,17 @@ def test_killed_before_each_system_call_of_a_write(tmp_path):
             for name in ("fsync", "link", "replace", "remove", "close"):
                 setattr(os, name, functools.partial(counted, getattr(os, name)))
             row = {"epoch": 3, "step": 0}
-            save_checkpoint(arguments(folder), 1, (3, 0, 60.0), known, True, row)
+            save_checkpoint(vars(arguments(folder)), (3, 0, 60.0), known, True, row)
             os._exit(0)
         if os.waitpid(pid, 0)[1] == 0:
             break
-        checkpoint = load_checkpoint(arguments(folder))
+        checkpoint = load_checkpoint(arguments(folder), IMAGES)
         seen.add(checkpoint["epoch"])
         open_folder(str(folder), checkpoint)
         assert [row["epoch"] for row in rows(folder)] == list(range(1, checkpoint["epoch"] + 1))
         if checkpoint["epoch"] == 2:
             row = {"epoch": 3, "step": 0}
-            save_checkpoint(arguments(folder), 1, (3, 0, 60.0), known, True, row)
+            save_checkpoint(vars(arguments(folder)), (3, 0, 60.0), known, True, row)
         names = ["checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"]
         assert [load(folder, name)["epoch"] for name in names] == [3, 2, 3]
         assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]

@@ -281,7 +281,8 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
         os.kill(launcher if who == "launcher" else training[-1], number)
     sent = time.monotonic()
     code, output = job.wait(30)
-    assert time.monotonic() - sent < 10 and code == expected, output
+    # On a machine of its own it takes 2 to 4 s.
+    assert time.monotonic() - sent < 20 and code == expected, output
     state = load(tmp_path / "c")
     assert 4 <= state["step"] < 25 and "saved: --resume auto goes on" in output
     finish(start(name, tmp_path / "c", work, "--resume", "auto", "--checkpoint-freq", "0"))
@@ -289,15 +290,18 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
 
 
 def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
-    """With a print every 1000 steps nobody looks at the first one."""
-    job = start("dataparallel", tmp_path / "c", work, "-p", "1000", "--epochs", "3000")
-    job.wait_for("global batch")
-    time.sleep(3)
-    os.kill(job.process.pid, signal.SIGTERM)
+    """In a collective, in C++, where no handler of Python's runs: the other rank is stopped."""
+    job = start("multiprocessing", tmp_path / "c", work)
+    job.wait_for(r"epoch 0 \[4/")
+    stuck, stopped = sorted(processes(job)[1])
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(stuck, signal.SIGTERM)
     time.sleep(2.5)
-    assert job.process.poll() is None
-    os.kill(job.process.pid, signal.SIGTERM)
-    assert job.wait(10)[0] == -signal.SIGTERM
+    assert stuck in job.pids()
+    os.kill(stuck, signal.SIGTERM)
+    code, _ = job.wait(40)
+    assert code == 128 + signal.SIGTERM
 
 
 def test_the_number_of_processes_may_change(work, tmp_path):
@@ -341,11 +345,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(small_disk, work):
     folder = small_disk / "c"
     finish(start("distributed", folder, work, "--max-steps", "5"))
     before = load(folder)
-    filler = small_disk / "filler"
-    with pytest.raises(OSError), filler.open("wb") as file:
-        while True:
-            file.write(bytes(1024))
-            file.flush()
+    room, filler = shutil.disk_usage(small_disk).free, small_disk / "filler"
+    subprocess.run(["fallocate", "-l", str(room - 8192), filler], check=True)
     for name in ("distributed", "dataparallel"):
         output = finish(start(name, folder, work, "--resume", "auto"), code=1)
         where = r"rank 0 failed at epoch 0 step 10: cannot write .*/checkpoint.pth: .*No space left"
@@ -396,12 +397,12 @@ def test_both_checkpoints_damaged(work, tmp_path):
 
 def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
     """SIGSTOP: it holds its connections and says nothing."""
-    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "5")
+    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "10")
     job.wait_for(r"epoch 0 \[13/")
     os.kill(processes(job)[1][1], signal.SIGSTOP)
     sent = time.monotonic()
     code, output = job.wait(60)
-    assert code == 1 and time.monotonic() - sent < 5 + 7 + 30 + 8
+    assert code == 1 and time.monotonic() - sent < 10 + 7 + 30 + 8
     pattern = r"rank (\d) failed at epoch 0 step 1\d: .*; no sign of rank (\d)"
     (found,) = re.findall(pattern, output)
     assert set(found) == {"0", "1"}
@@ -411,12 +412,12 @@ def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
 
 def test_a_run_that_waits_for_images_ends_too(work, tmp_path):
     """The loader's worker is stopped: the main thread would wait for it without limit."""
-    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "5")
+    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "10")
     job.wait_for(r"epoch 0 \[13/")
     for pid in processes(job)[2]:
         os.kill(pid, signal.SIGSTOP)
     code, output = job.wait(60)
-    assert code == 1 and "no batch for 5 s; it waits as above" in output
+    assert code == 1 and "no batch for 10 s; it waits as above" in output
     assert re.search(r"rank \d failed at epoch 0 step 1\d: no batch", output)
 
 
@@ -452,7 +453,7 @@ class Hosts:
         for i, name in enumerate(self.names):
             agent = f"ip netns exec {name} {PYTHON} -m torch.distributed.run --nnodes=2"
             agent += " --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400"
-            agent += f" --local-addr=10.77.0.{i + 1}"
+            agent += f" --local-addr=10.77.0.{i + 1} --rdzv-conf=is_host={1 - i}"
             command = [*agent.split(), ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder]
             env = ONE_THREAD | {"GLOO_SOCKET_IFNAME": f"cable{name[-1]}"}
             jobs.append(Job([*command, *more], work, env))
@@ -466,7 +467,7 @@ class Hosts:
 )
 @pytest.mark.parametrize("fault", ["cable", "stopped"])
 def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
-    folder, limit = tmp_path / "c", 8
+    folder, limit = tmp_path / "c", 10
     with Hosts() as hosts:
         jobs = hosts.start(work, folder, "--dist-timeout", limit)
         jobs[0].wait_for(r"epoch 0 \[13/")  # its address sorts first: it is rank 0

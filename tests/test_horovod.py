@@ -167,12 +167,12 @@ def test_fp16_is_the_same_as_ddp(work):
     assert same_state(load(work / "hvd-fp16"), load(work / "ddp-fp16"))
 
 
-@pytest.mark.parametrize("init", ["raise ImportError('No module named horovod')", ""])
+@pytest.mark.parametrize("init", ["raise ImportError('No module named horovod')", "_ = 0"])
 def test_says_what_to_do_without_horovod(work, tmp_path, init):
     """A double stands in for no Horovod, and for one that was built without torch."""
     (tmp_path / "horovod/torch").mkdir(parents=True)
     (tmp_path / "horovod/__init__.py").write_text(init)
-    (tmp_path / "horovod/torch/__init__.py").write_text("")
+    (tmp_path / "horovod/torch/__init__.py").write_text("raise ImportError('not been built')")
     output = run([PYTHON, SCRIPT], work, env={"PYTHONPATH": str(tmp_path)}, code=2)
     assert output.count("\n") == 1 and "tools/install_horovod.sh" in output
 

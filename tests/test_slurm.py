@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import PYTHON, ROOT, Job, last_result, load, rows, run, same_state, torchrun
 
-from common.slurm import first_host, meeting_point, processes_per_task, tasks_on_node
+from common.rendezvous import first_host, meeting_point, processes_per_task, tasks_on_node
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 SCRIPT = ROOT / "distributed_slurm_main.py"
@@ -155,7 +155,7 @@ def test_a_mismatch_is_one_line_at_once(work):
     start = time.monotonic()
     command = ["srun", "-N1", "-n3", "--gres=gpu:2", PYTHON, "-c", fake, SCRIPT]
     output = run(command, work, code=2, env={"PYTHONPATH": str(ROOT)})
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 60
     (line,) = [line for line in output.splitlines() if not line.startswith("srun: ")]
     assert line.startswith("error: 3 tasks x 1 processes on a node with 2 GPUs")
     assert "srun --ntasks-per-node=2 --gpus-per-node=2" in line

@@ -1,12 +1,32 @@
-"""How the tasks of a Slurm step find each other and count themselves. Nothing here asks Slurm."""
+"""How processes find each other: torchrun's, and the tasks of a Slurm step."""
 
+import hashlib
 import json
 import os
 import re
 import time
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
+
+
+def fresh_store(rank, world_size, timeout):
+    """The store of the environment (MASTER_ADDR, MASTER_PORT), without what others left in it.
+
+    torchrun (2.15) goes on with the same store when it restarts its workers, who would connect to
+    the addresses of the dead. So each writes a number of its own, and looks under the hash of all
+    numbers; a hash that every rank has come to is of living ones only. timeout: a timedelta.
+    """
+    store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set(f"number {rank}", uuid.uuid4().hex)
+    while True:
+        numbers = [store.get(f"number {r}") for r in range(world_size)]
+        key = hashlib.blake2b(b"".join(numbers), digest_size=8).hexdigest()
+        store.set(f"{key} {rank}", "")
+        if store.check([f"{key} {r}" for r in range(world_size)]):
+            return dist.PrefixStore(key, store)
+        time.sleep(0.05)
 
 
 def meeting_point(nodelist, job, step, restart, dist_file):
