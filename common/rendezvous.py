@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def fresh_store(rank, world_size, timeout):
-    """The store of the environment (MASTER_ADDR, MASTER_PORT), without what others left in it.
+    """The store that the environment names, without what others left in it.
 
     torchrun (2.15) goes on with the same store when it restarts its workers, who would connect to
     the addresses of the dead. So each writes a number of its own, and looks under the hash of all

@@ -83,8 +83,12 @@ def code_lines(path):
 
 
 def test_common_is_small():
-    """Of code: what explains it, shapes and units and errors, is not to be saved on."""
-    assert sum(map(code_lines, (ROOT / "common").glob("*.py"))) <= 700
+    """Lines of code: what explains it, shapes and units and errors, is not to be saved on.
+
+    Growing is a decision: more than half of it is what a run needs to survive, and to be told why
+    it did not (checkpoint, errors, process, rendezvous, spawn).
+    """
+    assert sum(map(code_lines, (ROOT / "common").glob("*.py"))) <= 750
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -93,7 +97,13 @@ def test_order_of_a_script(name):
     text = (ROOT / f"{name}.py").read_text()
     assert any(line.startswith("$ ") for line in text.split('"""')[1].splitlines())
     marks = ["import ", "def parse_args", "def main", "# Who am I?", "stop = Stop()"]
-    marks += ["with user_errors(", "# Data.", "# Model.", "# Strategy.", "restore(checkpoint"]
+    marks += [
+        "with user_errors(local_rank)",
+        "# Data.",
+        "# Model.",
+        "# Strategy.",
+        "restore(checkpoint",
+    ]
     marks += ["while epoch", "for images, target", "def validate", "__main__"]
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
