@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import PYTHON, ROOT, SMALL, Job, run, torchrun
 
-from common import user_errors
+from common import Stop, user_errors
 from common.process import pick_device
 
 PYTHON_RUN = [PYTHON, str(ROOT / "distributed.py")]
@@ -207,15 +207,23 @@ def test_more_processes_than_gpus(monkeypatch):
 
 
 def test_the_other_processes_wait_for_local_rank_0_to_speak(monkeypatch, capsys):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr("time.sleep", lambda seconds: ended.append(f"waited {seconds} s"))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    for local_rank in (0, 1):
-        with user_errors(local_rank):
+    ended, waited = [], []
+
+    def leave(code):
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr("time.sleep", waited.append)
+    for local_rank, seconds in ((0, 0), (1, 30)):
+        with pytest.raises(SystemExit), user_errors(local_rank):
             raise ValueError("wrong")
-    assert ended == [2, "waited 30 s", 2]
+        assert sum(waited) == pytest.approx(seconds)
     assert capsys.readouterr().err == "error: wrong\n" * 2
+    monkeypatch.setattr(Stop, "requested", True)  # the launcher ends what local rank 0 has left
+    with pytest.raises(SystemExit), user_errors(1):
+        raise ValueError("wrong")
+    assert ended == [2, 2, 2] and not capsys.readouterr().err
 
 
 def test_flags_do_not_collide_with_torchruns(monkeypatch):
