@@ -424,15 +424,18 @@ def test_a_run_that_waits_for_images_ends_too(work, tmp_path):
 class Hosts:
     """Two hosts on this machine: network namespaces joined by a cable."""
 
-    names = "nodea", "nodeb"
+    def __init__(self):
+        self.names = [f"node{side}{os.getpid()}" for side in "ab"]
+        self.cables = [f"cable{side}{os.getpid()}" for side in "ab"]
 
     def __enter__(self):
         for name in self.names:
             self.ip(f"netns add {name}")
             self.ip(f"-n {name} link set lo up")
-        self.ip("link add cablea netns nodea type veth peer name cableb netns nodeb")
-        for i, name in enumerate(self.names):
-            self.ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev cable{name[-1]}")
+        (a, b), (left, right) = self.names, self.cables
+        self.ip(f"link add {left} netns {a} type veth peer name {right} netns {b}")
+        for i, (name, cable) in enumerate(zip(self.names, self.cables, strict=True)):
+            self.ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev {cable}")
         self.cable("up")
         return self
 
@@ -441,8 +444,8 @@ class Hosts:
             self.ip(f"netns del {name}")
 
     def cable(self, state):
-        for name in self.names:
-            self.ip(f"-n {name} link set cable{name[-1]} {state}")
+        for name, cable in zip(self.names, self.cables, strict=True):
+            self.ip(f"-n {name} link set {cable} {state}")
 
     def ip(self, line):
         subprocess.run(["ip", *line.split()], check=True, timeout=10)
@@ -455,7 +458,7 @@ class Hosts:
             agent += " --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400"
             agent += f" --local-addr=10.77.0.{i + 1} --rdzv-conf=is_host={1 - i}"
             command = [*agent.split(), ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder]
-            env = ONE_THREAD | {"GLOO_SOCKET_IFNAME": f"cable{name[-1]}"}
+            env = ONE_THREAD | {"GLOO_SOCKET_IFNAME": self.cables[i]}
             jobs.append(Job([*command, *more], work, env))
         return jobs
 
