@@ -73,6 +73,12 @@ def processes(job):
     return job.process.pid, training or [job.process.pid], workers
 
 
+def is_training(pid):
+    """Whether it still is a process of a script: not a launcher, not ended meanwhile."""
+    time.sleep(0.5)
+    return "distributed.py" in cmdline(pid) and "torch.distributed" not in cmdline(pid)
+
+
 def same_run(folder, reference):
     assert same_state(load(folder), load(reference))
     assert rows(folder, timings=False) == rows(reference, timings=False)
@@ -456,7 +462,8 @@ class Hosts:
         for i, name in enumerate(self.names):
             agent = f"ip netns exec {name} {PYTHON} -m torch.distributed.run --nnodes=2"
             agent += " --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400"
-            agent += f" --local-addr=10.77.0.{i + 1} --rdzv-conf=is_host={1 - i}"
+            agent += f" --local-addr=10.77.0.{i + 1} --rdzv-conf="
+            agent += f"is_host={1 - i}"
             command = [*agent.split(), ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder]
             env = ONE_THREAD | {"GLOO_SOCKET_IFNAME": self.cables[i]}
             jobs.append(Job([*command, *more], work, env))
@@ -470,23 +477,31 @@ class Hosts:
 )
 @pytest.mark.parametrize("fault", ["cable", "stopped"])
 def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
+    """The cable is cut: no connection is reset, nothing comes any more. Or a process is stopped.
+
+    Every training process ends by itself. So does torchrun, but for the one that is cut off from
+    its store: that takes minutes (of its own, nothing of ours runs then) and is ended here.
+    """
     folder, limit = tmp_path / "c", 10
     with Hosts() as hosts:
         jobs = hosts.start(work, folder, "--dist-timeout", limit)
         jobs[0].wait_for(r"epoch 0 \[13/")  # its address sorts first: it is rank 0
+        cut = time.monotonic()
         if fault == "cable":
             hosts.cable("down")
+            for rank, job in enumerate(jobs):
+                job.wait_for(rf"rank {rank} failed at epoch 0 step \d+: ", limit + 40)
+            assert time.monotonic() - cut < limit + 40
+            assert not [pid for job in jobs for pid in processes(job)[1] if is_training(pid)]
+            for job in jobs:
+                job.kill()
+                job.process.communicate()
         else:
             os.kill(processes(jobs[1])[1][0], signal.SIGSTOP)
-        cut, outputs = time.monotonic(), []
-        for job in jobs:
-            code, output = job.wait(limit + 100)
-            assert code != 0
-            outputs.append(output)
-        took = time.monotonic() - cut
-        said = [re.search(r"rank \d failed at epoch 0 step \d+: .*", o) for o in outputs]
-        assert all(said) if fault == "cable" else any(said), outputs
-        assert took < limit + 30 + 30, took
+            outputs = [job.wait(limit + 100) for job in jobs]
+            assert all(code != 0 for code, _ in outputs)
+            said = r"rank 0 failed at epoch 0 step \d+: .*; no sign of rank 1"
+            assert any(re.search(said, output) for _, output in outputs), outputs
         hosts.cable("up")
         codes = [job.wait(120) for job in hosts.start(work, folder, "--resume", "auto")]
         assert [code for code, _ in codes] == [0, 0], codes
