@@ -59,7 +59,7 @@ class ProgressMeter:
             tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
             span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
-            width = shutil.get_terminal_size().columns - 1  # 79 where a terminal does not tell
+            width = (shutil.get_terminal_size().columns or 80) - 1  # some terminals say 0
             self.bar = tqdm(**span, bar_format=form, file=sys.stdout, ncols=width)
         self.bar.set_postfix_str(parts, refresh=False)
         self.bar.update(step - self.bar.n)

@@ -148,10 +148,11 @@ def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     second = load(folder)
     assert second["epoch"] == 0 and second["step"] > first["step"]
 
+    before = leaked_shared_memory()  # SIGKILL may come before torch has unlinked what it made
     output = finish(start(name, folder, work, "--resume", "auto"))
     assert resumed_where_it_stood(output, second), output
     same_run(folder, straight(name))
-    assert not leaked_shared_memory()
+    assert set(leaked_shared_memory()) <= set(before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
