@@ -1,6 +1,5 @@
 """What is measured, how it is averaged over processes, and how it is shown and kept."""
 
-import shutil
 import sys
 import time
 
@@ -59,8 +58,7 @@ class ProgressMeter:
             tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
             span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
-            width = (shutil.get_terminal_size().columns or 80) - 1  # some terminals say 0
-            self.bar = tqdm(**span, bar_format=form, file=sys.stdout, ncols=width)
+            self.bar = tqdm(**span, bar_format=form, file=sys.stdout, dynamic_ncols=True)
         self.bar.set_postfix_str(parts, refresh=False)
         self.bar.update(step - self.bar.n)
 

@@ -1,5 +1,6 @@
 """The scripts, started as a user starts them: they train, agree, evaluate exactly, resume."""
 
+import fcntl
 import itertools
 import json
 import os
@@ -8,8 +9,10 @@ import re
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -310,6 +313,7 @@ def test_a_script_and_common_work_elsewhere(script, work, tmp_path):
 def test_a_bar_at_a_terminal_and_lines_elsewhere(work, tmp_path):
     command = [*map(str, DISTRIBUTED), *SMALL, "--checkpoint-dir", str(tmp_path / "c")]
     leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     process = subprocess.Popen(command, cwd=work, stdout=follower, stderr=follower)
     os.close(follower)
     shown, deadline = b"", time.monotonic() + 90
