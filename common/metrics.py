@@ -50,7 +50,7 @@ class ProgressMeter:
 
     def display(self, step, lr):
         speed = (step - self.first) * self.batch_size / (time.perf_counter() - self.start)
-        parts = "  ".join([*map(str, self.meters), f"lr {lr:.4g}", f"{speed:.0f} img/s"])
+        parts = "  ".join([f"{speed:.0f} img/s", *map(str, self.meters), f"lr {lr:.4g}"])
         if not sys.stdout.isatty():
             print(f"epoch {self.epoch} [{step}/{self.last}]  {parts}", flush=True)
             return
