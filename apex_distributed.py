@@ -128,7 +128,7 @@ def main():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(net) if args.sync_bn else net
     if amp:
         model.to(memory_format=torch.contiguous_format)  # its DDP would mix up other gradients
-        model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
         model, scaler = DistributedDataParallel(model), amp  # has the state of loss scaling
         backend += f", apex.amp {args.opt_level}, Apex's DDP"
     else:

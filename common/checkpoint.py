@@ -94,8 +94,10 @@ def restore(checkpoint, parts):
     in any case: they are the command line's.
     """
     net, optimizer, scaler, meters = parts
-    for weight in net.parameters():  # the fused kernel fills a new one with what memory held,
-        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)  # if fp16 overflows
+    # When fp16 overflows in the first step, fused SGD keeps a new buffer as memory was. Others, who
+    # take any state for all of theirs, have no dampening.
+    for weight in net.parameters() if "dampening" in optimizer.defaults else ():
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     if checkpoint is None:
         return 0, 0, 0.0
     net.load_state_dict(checkpoint["state_dict"])

@@ -77,6 +77,35 @@ def test_what_is_saved_is_what_is_restored(tmp_path):
     assert (tmp_path / "model_best.pth").samefile(tmp_path / "checkpoint.pth")
 
 
+def test_an_overflow_in_the_first_step_leaves_no_momentum():
+    net, optimizer, _, meters = parts()
+    optimizer.state.clear()
+    scaler = torch.amp.GradScaler("cpu")
+    restore(None, (net, optimizer, scaler, meters))
+    scaler.scale(net(torch.rand(2, 3, 24, 24)).sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    assert not any(state["momentum_buffer"].any() for state in optimizer.state.values())
+
+
+def test_another_optimizer_is_saved_and_goes_on(tmp_path):
+    """Adam's state has numbers beside what is shaped as the weight, and it starts empty."""
+
+    def adam():
+        net, *_, scaler, meters = parts()
+        return net, torch.optim.AdamW(net.parameters()), scaler, meters
+
+    states = []
+    for resume in (None, "auto"):
+        known = adam()
+        checkpoint = load_checkpoint(arguments(tmp_path, resume), IMAGES)
+        assert restore(checkpoint, known) == (0, bool(resume), 0.0)
+        known[0](torch.ones(2, 3, 24, 24)).sum().backward()
+        known[1].step()
+        save_checkpoint(vars(arguments(tmp_path)), (0, 1, 0.0), known)
+        states.append(next(iter(known[1].state.values())))
+    assert [state["step"].item() for state in states] == [1, 2]
+
+
 def test_keys_are_plain_python(tmp_path):
     write(tmp_path, 1)
     checkpoint = load(tmp_path)

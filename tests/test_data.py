@@ -211,12 +211,12 @@ def test_workers_live_on_and_the_data_set_can_be_pickled(work):
     assert len(pickle.loads(pickle.dumps(dataset))) == len(dataset)
     sampler = TrainSampler(len(dataset), 64, 0, 1, 0)
     loader = make_loader(Seeded(dataset, 0), sampler, 64, 2, CPU)
-    pids = []
+    pids = [[worker.pid for worker in loader._iterator._workers]]  # forked at once, not late
     for epoch in range(2):
         sampler.set_epoch(epoch)
         assert sum(len(target) for _, target in loader) == 1408
         pids.append([worker.pid for worker in loader._iterator._workers])
-    assert pids[0] == pids[1]
+    assert pids[0] == pids[1] == pids[2]
 
 
 def test_prefetcher_normalises_once():

@@ -8,7 +8,7 @@ state, model_dtype = {}, torch.float32
 counts = {"scaled": 0, "forward": 0}
 
 
-def initialize(models, optimizers=None, enabled=True, opt_level="O1"):
+def initialize(models, optimizers=None, enabled=True, opt_level="O1", *, verbosity=1):
     assert enabled is True
     assert isinstance(models, torch.nn.Module) and isinstance(optimizers, torch.optim.Optimizer)
     assert not isinstance(models, torch.nn.parallel.DistributedDataParallel)
