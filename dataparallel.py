@@ -17,6 +17,7 @@ from common.metrics import AverageMeter, ProgressMeter, accuracy, preflight
 from common.model import build_model
 from common.prefetcher import Prefetcher
 from common.process import Stop, own_cores, pick_device, seed_step
+from common.records import new_file, save_predictions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,27 +25,29 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", metavar="DIR", help="train/ and val/ in it, a folder per class (default: digits)")
-    add("-a", "--arch", help="a torchvision model or package.module:callable (resnet50; resnet18)")
+    add("--data", metavar="DIR", help="train/ and val/, a folder per class (the digits)")
+    add("-a", "--arch", help="torchvision's or a.b:callable (resnet50; resnet18)")
     add("--pretrained", action="store_true", help="start from torchvision's weights")
-    add("--epochs", type=at_least(1), help="(90; digits 4)")
+    add("--epochs", type=at_least(1), help="passes over the images (90; 4)")
     add("-b", "--batch-size", type=at_least(1), help="images a step, all processes (256; 64)")
     add("--lr", type=at_least(0, float), help="for a batch of 256, scaled with the batch (0.1)")
-    add("--warmup-epochs", type=at_least(0, float), help="the lr rises linearly (5; digits 1)")
-    add("--momentum", type=at_least(0, float), default=0.9)
-    add("--wd", "--weight-decay", type=at_least(0, float), default=1e-4, dest="weight_decay")
-    add("--label-smoothing", type=at_least(0, float), default=0.0)
-    add("-j", "--workers", type=at_least(0), help="loader processes per process (one per core)")
-    add("--image-size", type=at_least(1), help="pixels (224; digits 64)")
-    add("-p", "--print-freq", type=at_least(1), default=10, help="steps from line to line (10)")
-    add("--seed", type=int, default=0)
+    add("--warmup-epochs", type=at_least(0, float), help="the learning rate rises (5; 1)")
+    add("--momentum", type=at_least(0, float), default=0.9, help="of SGD")
+    add("--weight-decay", "--wd", type=at_least(0, float), default=1e-4, help="of SGD")
+    add("--label-smoothing", type=at_least(0, float), default=0.0, help="of the loss")
+    add("-j", "--workers", type=at_least(0), help="loader processes of each (one per core)")
+    add("--image-size", type=at_least(1), help="pixels (224; 64)")
+    add("-p", "--print-freq", type=at_least(1), default=10, help="steps from line to line")
+    add("--seed", type=int, default=0, help="of all random numbers")
     add("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--checkpoint-dir", metavar="DIR", default="checkpoints")
-    add("--checkpoint-freq", type=at_least(0), default=0, metavar="STEPS", help="0: epoch ends")
-    add("--resume", metavar="PATH|auto", help="auto: the newest good one in --checkpoint-dir")
-    add("-e", "--evaluate", action="store_true", help="validate once and stop; writes nothing")
-    add("--max-steps", type=at_least(1), metavar="N", help="end after N steps, all resumes counted")
+    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="renamed if it holds a run")
+    add("--checkpoint-freq", type=at_least(0), default=0, help="save every N steps too (0: no)")
+    add("--resume", metavar="PATH", help="or auto: the newest good one in --checkpoint-dir")
+    add("-e", "--evaluate", action="store_true", help="validate once; writes no checkpoint")
+    add("--predictions", type=new_file, metavar="CSV", help="those of a validation, to this file")
+    add("--tensorboard", action="store_true", help="curves, beside the checkpoints")
+    add("--max-steps", type=at_least(1), help="end after N steps, all resumes counted")
     add("--local-rank", "--local_rank", help="ignored: some launchers pass it")
     parser.set_defaults(**(IMAGENET if parser.parse_args().data else DIGITS))
     return parser.parse_args()
@@ -53,6 +56,7 @@ def parse_args():
 def main():
     # Who am I? The only process.
     rank, local_rank, world_size, local_world_size = 0, 0, 1, 1
+    launcher, backend, nodes = "python", "nn.DataParallel", 1
     stop = Stop()
 
     # What a user can get wrong is found before any process waits for another.
@@ -65,7 +69,7 @@ def main():
         torch.manual_seed(args.seed)
         net = build_model(args, len(train_set.classes), device)
         if rank == 0 and not args.evaluate:
-            open_folder(args.checkpoint_dir, checkpoint)
+            open_folder(args, checkpoint)
 
     end_on_error(rank, world_size, args)
 
@@ -92,26 +96,24 @@ def main():
         model.compile()
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
     parts = net, optimizer, scaler, meters  # what a checkpoint holds, and of which run it is
-    run = {"world_size": world_size, "images": len(train_set), "classes": len(train_set.classes)}
-    run |= vars(args)
+    run = vars(args) | {"launcher": launcher, "engine": backend, "nodes": nodes}
+    run |= {"world_size": world_size, "images": len(train_set), "classes": len(train_set.classes)}
     epoch, step, best_acc1 = restore(checkpoint, parts)
     steps = train_sampler.steps  # of an epoch
     last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)  # over all epochs
     stopping = False
     if rank == 0:
-        preflight(args, run, device, "DataParallel", workers, val_set, checkpoint)
+        preflight(run, device, workers, val_set, checkpoint)
     if args.evaluate:
         validate(val_loader, net, device, rank, world_size, args)
         last_step = 0
-    elif epoch * steps + step >= last_step and rank == 0:
-        print(f"nothing left to train: {epoch} epochs and {step} steps are done", flush=True)
 
     while epoch * steps + step < last_step and not stopping:
         end = min(steps, last_step - epoch * steps)
         train_sampler.set_epoch(epoch, step, end)  # another order in each epoch
         batches = Prefetcher(train_loader, device)
-        progress = ProgressMeter(epoch, step, end, args.batch_size, meters)
-        sums, seen = torch.zeros(4, dtype=torch.float64, device=device), step
+        progress = ProgressMeter(epoch, step, end, run, meters)
+        sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
         model.train()
         for images, target in batches:
             seed_step(args.seed, epoch, step, rank)
@@ -135,16 +137,15 @@ def main():
             if step % args.print_freq == 0 or step == end or save_now:
                 sums[3] = stop.requested
                 *values, stopping = sums.tolist()
-                for meter, value in zip(meters, values, strict=True):
-                    meter.update(value, step - seen)
-                sums, seen = torch.zeros_like(sums), step
+                progress.update(step, values)
+                sums.zero_()
                 if rank == 0:
-                    progress.display(step, lr)
+                    progress.display(lr)
                     if save_now or (stopping and step < end):
                         save_checkpoint(run, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
-        speed = progress.close(step, batches.waited)
+        row = progress.close(lr, batches.waited)
         if step < end:
             break
 
@@ -153,8 +154,7 @@ def main():
         if step == steps:
             epoch, step = epoch + 1, 0
         if rank == 0:
-            row = {"epoch": epoch, "step": step, "train_loss": meters[0].avg, "val_loss": val_loss}
-            row |= {"acc1": acc1, "acc5": acc5, "lr": lr, "world_size": world_size, **speed}
+            row |= {"epoch": epoch, "step": step, "val_loss": val_loss, "acc1": acc1, "acc5": acc5}
             save_checkpoint(run, (epoch, step, best_acc1), parts, is_best, row)
 
     unfinished = epoch * steps + step < last_step
@@ -177,6 +177,7 @@ def learning_rate(args, epoch):
 def validate(loader, net, device, rank, world_size, args):
     """Mean loss, acc@1 and acc@5 over the data set, in which every image counts once."""
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, images
+    found = torch.zeros(0, 2, device=device)  # of each image: confidence and class
     net.eval()
     for images, target in Prefetcher(loader, device):
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -184,13 +185,17 @@ def validate(loader, net, device, rank, world_size, args):
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)
+        found = torch.cat([found, torch.stack(output.float().softmax(1).max(1), 1)])
 
     # Shares differ in size: divide once, after the reduction, not per batch or process.
     *values, count = sums.tolist()
     assert round(count * world_size) == len(loader.dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
+    shares = [found.cpu()] if args.predictions else None
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
+    if rank == 0 and shares:
+        save_predictions(args.predictions, loader.dataset, shares)
     return loss, acc1, acc5
 
 

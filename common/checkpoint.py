@@ -14,6 +14,7 @@ import zlib
 import torch
 
 from .errors import user_errors
+from .records import add_curves, check_tensorboard
 
 KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
 _locks = []  # open files
@@ -77,14 +78,18 @@ def _read(path):
 def check_same(checkpoint, rank, local_rank, world_size, device, reduce_mean):
     """End with one line unless all processes have read the same: nodes may have disks of their own.
 
-    `reduce_mean` is the one of the script, called once by every process.
+    `reduce_mean` is the one of the script, called once by every process. Returns how many nodes
+    there are: each has one local rank 0.
     """
-    found = torch.zeros(world_size, dtype=torch.float64, device=device)
+    found = torch.zeros(world_size + 1, dtype=torch.float64, device=device)
     found[rank] = checkpoint["crc"] if checkpoint else -1.0
+    found[-1] = local_rank == 0
+    *found, nodes = reduce_mean(found, world_size).tolist()
     with user_errors(local_rank):
-        if len(set(reduce_mean(found, world_size).tolist())) > 1:
+        if len(set(found)) > 1:
             own = checkpoint["path"] if checkpoint else "no checkpoint"
             raise ValueError(f"the processes resume from different files; rank {rank} from {own}")
+    return round(nodes * world_size)
 
 
 def restore(checkpoint, parts):
@@ -113,14 +118,17 @@ def restore(checkpoint, parts):
     return checkpoint["epoch"], checkpoint["step"], checkpoint["best_acc1"]
 
 
-def open_folder(folder, checkpoint):
-    """Make `folder` this run's, for rank 0: create, lock and tidy it.
+def open_folder(args, checkpoint):
+    """Make args.checkpoint_dir this run's, for rank 0: create, lock and tidy it.
 
-    A run that it holds is renamed to folder.1, folder.2, ..., unless `checkpoint` is of that run:
-    then the lines of metrics.jsonl beyond it are cut, for they will be written again. Raises
-    ValueError when another run is writing there, OSError when this one could not.
+    A run that it holds is renamed to DIR.1, DIR.2, ..., unless `checkpoint` is of that run: then
+    the lines of metrics.jsonl beyond it are cut, for they will be written again. Raises ValueError
+    when another run is writing there or args.tensorboard lacks its package, OSError when this run
+    could not write.
     """
-    folder = os.path.realpath(folder)
+    if args.tensorboard:
+        check_tensorboard()
+    folder = os.path.realpath(args.checkpoint_dir)
     resumed = checkpoint and os.path.dirname(os.path.realpath(checkpoint["path"])) == folder
     os.makedirs(folder, exist_ok=True)
     _lock(folder)
@@ -187,6 +195,8 @@ def save_checkpoint(run, position, parts, is_best=False, row=None):
             with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
                 file.write(json.dumps(row) + "\n")
                 _sync(file)
+            points = {f"epoch/{name}": value for name, value in row.items()}
+            add_curves(run, row["epoch"], row["step"], points)
         if os.path.exists(path):
             _link(path, os.path.join(folder, "checkpoint.prev.pth"))
         os.replace(new, path)

@@ -17,8 +17,33 @@ from .process import Stop
 class ArgumentParser(argparse.ArgumentParser):
     """Raises ValueError where argparse would print its usage, once per process, and exit."""
 
+    def __init__(self, **how):
+        defaults = "in brackets: the default, or with --data and without it"
+        super().__init__(usage="%(prog)s [flags]", formatter_class=_Help, epilog=defaults, **how)
+
     def error(self, message):
         raise ValueError(f"{message} (see --help)")
+
+
+class _Help(argparse.HelpFormatter):
+    """A line for each flag, in 80 columns, with its default."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=27, width=80)
+
+    def _format_action_invocation(self, action):
+        number = {"int": " N", "float": " X"}.get(getattr(action.type, "__name__", ""), " NAME")
+        value = f" {action.metavar}" if action.metavar else number
+        return ", ".join(action.option_strings) + value * (action.nargs != 0)
+
+    def add_argument(self, action):
+        words = [" or ".join(action.choices)] if action.choices else []
+        words += [action.help] if action.help else []
+        told = "(" in str(action.help) or action.default in (None, argparse.SUPPRESS)
+        if action.nargs != 0 and not told:
+            words.append(f"({action.default})")
+        action.help = " ".join(words)
+        super().add_argument(action)
 
 
 def at_least(minimum, kind=int):

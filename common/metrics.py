@@ -1,11 +1,14 @@
 """What is measured, how it is averaged over processes, and how it is shown and kept."""
 
+import math
 import sys
 import time
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+from .records import add_curves
 
 
 class AverageMeter:
@@ -35,44 +38,63 @@ class AverageMeter:
 class ProgressMeter:
     """Show how an epoch goes: a bar at a terminal, else one line per display().
 
-    `first` and `last` are the steps it starts and ends at, `batch_size` is that of all processes.
-    The meters are reset when the epoch starts, and go on when it is resumed. Create one in every
-    process, call display() where something should be seen.
+    `first` and `last` are the steps it starts and ends at; run: as in save_checkpoint(). The meters
+    are reset when the epoch starts, and go on when it is resumed. Create one in every process, call
+    display() where something should be seen.
     """
 
-    def __init__(self, epoch, first, last, batch_size, meters):
-        self.epoch, self.first, self.last = epoch, first, last
-        self.batch_size, self.meters = batch_size, meters
+    def __init__(self, epoch, first, last, run, meters):
+        self.epoch, self.first, self.last, self.run = epoch, first, last, run
+        self.meters, self.step, self.seen = meters, first, False
         self.start, self.bar = time.perf_counter(), None
         if first == 0:
             for meter in meters:
                 meter.reset()
 
-    def display(self, step, lr):
-        speed = (step - self.first) * self.batch_size / (time.perf_counter() - self.start)
-        parts = "  ".join([f"{speed:.0f} img/s", *map(str, self.meters), f"lr {lr:.4g}"])
+    def update(self, step, sums):
+        """Take in the sums, one for each meter, of the steps since the last update."""
+        for meter, total in zip(self.meters, sums, strict=True):
+            meter.update(total, step - self.step)
+        self.step = step
+
+    def speed(self):
+        """Images per second of all processes, since the start."""
+        images = (self.step - self.first) * self.run["batch_size"]
+        return images / (time.perf_counter() - self.start)
+
+    def display(self, lr):
+        self.seen = True
+        values = {f"train/{meter.name}": meter.val for meter in self.meters}
+        values |= {"lr": lr, "images per second": self.speed()}
+        add_curves(self.run, self.epoch, self.step, values)
+        parts = f"{self.speed():.0f} img/s", *map(str, self.meters), f"lr {lr:.4g}"
         if not sys.stdout.isatty():
-            print(f"epoch {self.epoch} [{step}/{self.last}]  {parts}", flush=True)
+            print(f"epoch {self.epoch} [{self.step}/{self.last}]", *parts, sep="  ", flush=True)
             return
         if self.bar is None:
             tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
             span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
             self.bar = tqdm(**span, bar_format=form, file=sys.stdout, dynamic_ncols=True)
-        self.bar.set_postfix_str(parts, refresh=False)
-        self.bar.update(step - self.bar.n)
+        self.bar.set_postfix_str("  ".join(parts), refresh=False)
+        self.bar.update(self.step - self.bar.n)
 
-    def close(self, step, waited):
-        """End the epoch at `step`; returns the part of its metrics.jsonl row that is about speed.
+    def close(self, lr, waited):
+        """End the epoch; returns what metrics.jsonl is to hold of its training, as a dict.
 
-        `waited`: the seconds spent waiting for images.
+        `waited`: the seconds spent waiting for images. Where lines were shown, a hint is printed
+        when that is more than a fifth.
         """
         if self.bar is not None:
             self.bar.close()
         seconds = time.perf_counter() - self.start
-        speed = (step - self.first) * self.batch_size / seconds
-        row = {"images_per_second": speed, "data_time": waited / seconds, "seconds": seconds}
-        return row | {"batch_size": self.batch_size}
+        share = waited / seconds
+        if self.seen and share > 0.2:
+            hint = f"hint: {share:.0%} of the epoch was spent waiting for images: more --workers"
+            print(f"{hint}, or a faster disk", flush=True)
+        row = {"train_loss": self.meters[0].avg, "lr": lr, "images_per_second": self.speed()}
+        row |= {"data_time": share, "seconds": seconds}
+        return row | {"world_size": self.run["world_size"], "batch_size": self.run["batch_size"]}
 
 
 @torch.no_grad()
@@ -94,21 +116,37 @@ def reduce_mean(tensor, world_size):
     return tensor / world_size
 
 
-def preflight(args, run, device, backend, workers, val_set, checkpoint):
-    """Say what is about to happen, before it does. `run`: as in save_checkpoint()."""
-    rate, world_size = args.lr * args.batch_size / 256, run["world_size"]
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    processes = f"{world_size} process{'es' * (world_size > 1)} on {device.type}{name}"
+def gather(tensor, world_size):
+    """The tensors of all processes, by rank, on the CPU. All of them must call it, not only rank 0.
+
+    Their shapes may differ: they are sent as pickles, by way of the device where the group is
+    NCCL's.
+    """
+    tensors = [None] * world_size
+    dist.all_gather_object(tensors, tensor.cpu())
+    return tensors
+
+
+def preflight(run, device, workers, val_set, checkpoint):
+    """Say what is about to happen, before it does. run: as in save_checkpoint()."""
+    rate, world_size = run["lr"] * run["batch_size"] / 256, run["world_size"]
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    names = f" ({', '.join(sorted(names))})" if device.type == "cuda" else ""
+    threads = torch.get_num_threads()
     print(
-        f"{processes}, {backend}, {args.precision}, torch {torch.__version__}; in each "
-        f"{torch.get_num_threads()} threads, {workers} loader workers\n"
-        f"{run['images']} images to train, {len(val_set)} to validate, {len(val_set.classes)} "
-        f"classes; {args.arch} at {args.image_size} px\n"
-        f"global batch {args.batch_size} = {world_size} x {args.batch_size // world_size}; "
-        f"learning rate {rate:.4g} = {args.lr:g} x {args.batch_size} / 256, "
-        f"reached after {args.warmup_epochs:g} epochs",
+        f"{run['launcher']}: {_count(world_size, 'process')} on {_count(run['nodes'], 'node')}, "
+        f"{run['engine']}, {device.type}{names}, {run['precision']}, "
+        f"torch {torch.__version__}\n"
+        f"each process: {_count(threads, 'thread')}, {_count(workers, 'loader worker')}\n"
+        f"{run['images']} images to train, {len(val_set)} to validate, {run['classes']} classes; "
+        f"{run['arch']} at {run['image_size']} px\n"
+        f"global batch {run['batch_size']} = {world_size} x {run['batch_size'] // world_size}; "
+        f"learning rate {rate:.4g} = {run['lr']:g} x {run['batch_size']} / 256, "
+        f"reached after {run['warmup_epochs']:g} epoch{'s' * (run['warmup_epochs'] != 1)}",
         flush=True,
     )
+    if not run["evaluate"]:
+        print(f"checkpoints go to {run['checkpoint_dir']}", flush=True)
     if checkpoint:
         place = f"epoch {checkpoint['epoch']} step {checkpoint['step']}"
         print(*checkpoint["damaged"], f"resumed from {checkpoint['path']} at {place}", sep="\n")
@@ -116,3 +154,11 @@ def preflight(args, run, device, backend, workers, val_set, checkpoint):
         for name in sorted(old.keys() - {"resume", "evaluate"}):
             note = ", same global batches" * (name == "world_size" and "batch_size" not in old)
             print(f"  changed: {name} {old[name]} -> {run[name]}{note}", flush=True)
+        steps = run["images"] // run["batch_size"]
+        done, epochs = checkpoint["epoch"] * steps + checkpoint["step"], run["epochs"]
+        if done >= min(epochs * steps, run["max_steps"] or math.inf) and not run["evaluate"]:
+            print(f"nothing left to train: {done} of {epochs * steps} steps are done", flush=True)
+
+
+def _count(number, what):
+    return f"{number} {what}" + ("s" if what[-1] != "s" else "es") * (number != 1)

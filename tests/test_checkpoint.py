@@ -39,7 +39,7 @@ def parts():
 
 
 def arguments(folder, resume="auto", **more):
-    known = {"arch": "a", "batch_size": 8, "seed": 0, "evaluate": False, "checkpoint_dir": folder}
+    known = {"arch": "a", "batch_size": 8, "seed": 0, "evaluate": False, "tensorboard": False}
     return SimpleNamespace(**{**known, "checkpoint_dir": str(folder), "resume": resume, **more})
 
 
@@ -184,7 +184,7 @@ def test_resume_cuts_what_the_checkpoint_did_not_commit(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"epoch": 3, "step": 0}) + '\n{"epoch": 4, "st')
     (tmp_path / "checkpoint.pth.1234.tmp").write_text("of a process that was killed")
-    open_folder(str(tmp_path), load_checkpoint(arguments(tmp_path), IMAGES))
+    open_folder(arguments(tmp_path), load_checkpoint(arguments(tmp_path), IMAGES))
     assert [row["epoch"] for row in rows(tmp_path)] == [1, 2]
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -193,7 +193,7 @@ def test_a_run_is_only_continued_in_its_own_folder(tmp_path, capsys):
     write(tmp_path / "a", 1)
     write(tmp_path / "b", 2)
     open_folder(
-        f"{tmp_path}/b/",
+        arguments(f"{tmp_path}/b/"),
         load_checkpoint(arguments(tmp_path, f"{tmp_path}/a/checkpoint.pth"), IMAGES),
     )
     assert capsys.readouterr().out.endswith(f"renamed to {tmp_path}/b.1\n")
@@ -235,7 +235,7 @@ def test_killed_while_writing(tmp_path):
         checkpoint = load_checkpoint(arguments(folder), IMAGES)
         assert checkpoint["epoch"] >= reported
         assert load(folder, "model_best.pth")["epoch"] % 2 == 1
-        open_folder(str(folder), checkpoint)
+        open_folder(arguments(folder), checkpoint)
         assert [row["epoch"] for row in rows(folder)] == list(range(1, checkpoint["epoch"] + 1))
         assert not list(folder.glob("*.tmp"))
         shutil.rmtree(folder)
@@ -268,7 +268,7 @@ def test_killed_before_each_system_call_of_a_write(tmp_path):
             break
         checkpoint = load_checkpoint(arguments(folder), IMAGES)
         seen.add(checkpoint["epoch"])
-        open_folder(str(folder), checkpoint)
+        open_folder(arguments(folder), checkpoint)
         assert [row["epoch"] for row in rows(folder)] == list(range(1, checkpoint["epoch"] + 1))
         if checkpoint["epoch"] == 2:
             row = {"epoch": 3, "step": 0}

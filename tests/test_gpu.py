@@ -55,7 +55,7 @@ def test_trains_resumes_and_evaluates(flags, work, tmp_path):
     """bf16 is the default: from the same start, the loss falls and the digits are learned."""
     command = [*ONE, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
     output = run([*command, "--max-steps", "44"], work, timeout=300)
-    assert "1 process on cuda" in output and "nccl" in output
+    assert "1 process on 1 node, nccl, cuda (" in output
     assert ("bf16" in output) == ("--precision" not in flags)
     output = run([*command, "--resume", "auto"], work, timeout=300)
     assert "resumed from" in output and "at epoch 2 step 0" in output
@@ -95,7 +95,7 @@ def test_a_gpu_goes_on_from_a_cpu_and_back(work, tmp_path):
 def test_two_processes_share_a_gpu_with_gloo(work, tmp_path):
     flags = [*DEEP, "--backend", "gloo", "--precision", "fp32", "--checkpoint-dir", tmp_path / "c"]
     output = run([*torchrun(2), *flags], work)
-    assert "2 processes on cuda" in output and "gloo" in output
+    assert "2 processes on 1 node, gloo, cuda (" in output
     last_result(output)
 
 

@@ -85,7 +85,8 @@ def test_two_processes_are_the_two_of_torchrun(shape, work, two, tmp_path):
     options, flags = SHAPES[shape]
     flags = [*flags.split(), "--epochs", "2", "--checkpoint-dir", tmp_path / "run"]
     output = run(srun(options, *NORMED, *flags), work, env=THREADS)
-    assert "2 processes on cpu" in output
+    nodes = "2 nodes" if "-N2" in options else "1 node"
+    assert f"srun: 2 processes on {nodes}, gloo, cpu" in output
     assert same_state(load(tmp_path / "run"), load(two[0]))
     assert rows(tmp_path / "run", timings=False) == rows(two[0], timings=False)
     assert last_result(output) == last_result(two[1])
@@ -108,7 +109,7 @@ def test_nodes_with_different_process_counts(work, tmp_path):
     command = f"exec {PYTHON} {SCRIPT} --nprocs $((SLURM_NODEID + 1)) " + '"$@"'
     flags = [*NORMED, "--max-steps", "5", "--checkpoint-dir", tmp_path / "run"]
     output = run(["srun", "-K", "-N2", "--gpus=3", "bash", "-c", command, "bash", *flags], work)
-    assert "3 processes on cpu" in output
+    assert "srun: 3 processes on 2 nodes, gloo, cpu" in output
     assert rows(tmp_path / "run")[0]["world_size"] == 3
 
 
@@ -132,7 +133,7 @@ def test_command_of_the_documents(command, work, tmp_path):
         tmp_path,
         env={"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}", "NNODES": "2"},
     )
-    assert f"{8 if 'ntasks' in command else 2} processes on cpu" in output
+    assert f"srun: {8 if 'ntasks' in command else 2} processes on 2 nodes" in output
     last_result(output)
 
 
