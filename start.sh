@@ -39,6 +39,10 @@ NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
 name=${1:-distributed}
 [ $# -eq 0 ] || shift
 case $name in
+    # Else torchrun sets the same for more than one process, and says so in five lines.
+    distributed | launch | apex) [ "$NGPU" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ;;
+esac
+case $name in
     dataparallel) run python dataparallel.py "$@" ;;
     distributed) run torchrun --standalone --nproc-per-node="$NGPU" distributed.py "$@" ;;
     launch) run python -m torch.distributed.launch --nproc_per_node="$NGPU" distributed.py "$@" ;;

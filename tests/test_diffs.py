@@ -39,7 +39,7 @@ def test_diff_is_the_one_committed_and_below_its_ceiling(name):
     command = ["diff", "-U2", "--label", "distributed.py", "--label", f"{name}.py"]
     command += [ROOT / "distributed.py", ROOT / f"{name}.py"]
     made = subprocess.run(command, capture_output=True, text=True).stdout
-    assert made == (ROOT / "diffs" / f"{name}.diff").read_text(), "run diffs/generate.sh"
+    assert made == (ROOT / "diffs" / f"{name}.diff").read_text(), "run tools/generate.py"
     changed = [line for line in made.splitlines()[2:] if line[0] in "+-"]
     assert len(changed) <= CEILINGS[name], "\n".join(changed)
 

@@ -1,0 +1,151 @@
+"""Writes what is generated: diffs/, docs/*.svg, and the blocks of the READMEs between
+<!-- generated: NAME --> and <!-- end -->. The tests compare all of it with its sources.
+
+$ python tools/generate.py
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+from figures import draw  # noqa: E402
+
+READMES = ["README.md", "README.zh-CN.md"]
+OTHERS = ["multiprocessing_distributed", "dataparallel", "distributed_slurm_main"]
+OTHERS += ["apex_distributed", "horovod_distributed"]
+
+# The hunks that carry the strategy: those with one of these words.
+HUNKS = {
+    "dataparallel": ["# Strategy."],
+    "multiprocessing_distributed": ["# Who am I?", "def spawn"],
+    "distributed_slurm_main": ["# Who am I?", "open_store(*meeting)"],
+    "apex_distributed": ["# Strategy.", "amp.scale_loss"],
+    "horovod_distributed": ["# Who am I?", "# Strategy.", "synchronize()"],
+}
+
+
+def diff(old, new, *flags):
+    """The lines of `diff old.py new.py` in the root."""
+    command = ["diff", *flags, "--label", f"{old}.py", "--label", f"{new}.py"]
+    command += [f"{old}.py", f"{new}.py"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+
+
+def strategy(old, new, words):
+    """A block with the hunks that hold one of the words, and the functions they are in."""
+    hunks = []
+    for line in diff(old, new, "-U1", "--show-function-line=^def ")[2:]:
+        if line.startswith("@@"):
+            hunks.append([line])
+        else:
+            hunks[-1].append(line)
+    lines = []
+    for hunk in hunks:
+        changed = [i for i, line in enumerate(hunk) if line[0] in "+-"]
+        part = hunk[changed[0] : changed[-1] + 1]
+        if any(word in line for word in words for line in part):
+            names = re.findall(r"\bdef (\w+)", "\n".join(hunk[: changed[0] + 1]))
+            lines += [f"@@ {names[-1]} @@", *(line.rstrip() for line in part)]
+    for word in words:
+        assert any(word in line for line in lines), f"no {word} in {old} against {new}"
+    return "\n".join(["\n```diff", *lines, "```\n"])
+
+
+def excerpt(path, *pairs):
+    """A block with the lines of a file from each first text to the last one."""
+    lines, kept = (ROOT / path).read_text().splitlines(), []
+    for first, last in pairs:
+        start = next(i for i, line in enumerate(lines) if first in line)
+        end = next(i for i in range(start, len(lines)) if last in lines[i])
+        part = lines[start : end + 1]
+        indent = min(len(line) - len(line.lstrip()) for line in part if line)
+        kept += ["..."] * bool(kept) + [line[indent:] for line in part]
+    return "\n".join(["\n```python", *kept, "```\n"])
+
+
+def results(name):
+    path = ROOT / "results" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def fastest(script, bound):
+    """Images per second of a script's largest run; None before it was measured."""
+    found = results("strategies") or {"runs": []}
+    runs = [r for r in found["runs"] if r["script"] == script and r["bound"] == bound]
+    runs.sort(key=lambda run: run["processes"])
+    return runs[-1] if runs else None
+
+
+def speed(script):
+    run = fastest(script, "compute") or fastest(script, "loader")
+    return f"{run['images_per_second']:.0f}" if run else "-"
+
+
+def measured():
+    """Where, when and with what the figures were taken: no word that needs translation."""
+    found = results("strategies")
+    if not found:
+        return "-"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['date'][:10]}; {found['hardware']}; {versions}; `{found['command']}`"
+
+
+def speeds():
+    """The rows of a table: script, launcher, processes, images/s by what bounds it."""
+    found, rows = results("strategies") or {"runs": []}, {}
+    for run in found["runs"]:
+        key = f"{run['script']} | {run['launcher']} | {run['processes']}"
+        rows.setdefault(key, {})[run["bound"]] = f"{run['images_per_second']:.0f}"
+    lines = [f"{key} | {r.get('compute', '-')} | {r.get('loader', '-')}" for key, r in rows.items()]
+    return " |\n| ".join(lines or ["- | - | - | - | -"])
+
+
+def blocks():
+    """{NAME: what stands in the block}."""
+    made = {f"diff {name}": strategy("distributed", name, HUNKS[name]) for name in OTHERS}
+    words = ["# Who am I?", "init_process_group", "# Strategy."]
+    made["diff distributed"] = strategy("dataparallel", "distributed", words)
+    for name in OTHERS:
+        lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
+        made[f"changed {name}"] = f"[{len(lines)}](diffs/{name}.diff)"
+    for name in ["distributed", *OTHERS]:
+        made[f"speed {name}"] = speed(f"{name}.py")
+    made["speeds"], made["measured"] = speeds(), measured()
+    made["imports"] = excerpt("distributed.py", ("from common", "fresh_store"))
+    made["evaluation"] = excerpt(
+        "distributed.py",
+        ("val_sampler = range", "val_loader = "),
+        ("sums += torch.stack(values)", "sums += torch.stack(values)"),
+        ("*values, count = reduce_mean", "loss, acc1, acc5 = "),
+    )
+    return made
+
+
+def fill(text, made):
+    """The text with the contents of its blocks replaced."""
+
+    def put(match):
+        return f"{match[1]}{made[match[2]]}<!-- end -->"
+
+    return re.sub(r"(<!-- generated: (.+?) -->).*?<!-- end -->", put, text, flags=re.S)
+
+
+def everything():
+    """{path: text} of all that is generated."""
+    files = {f"diffs/{name}.diff": diff("distributed", name, "-U2") for name in OTHERS}
+    files = {path: "\n".join(lines) + "\n" for path, lines in files.items()}
+    files |= {f"docs/{name}": svg for name, svg in draw().items()}
+    made = blocks()
+    for name in READMES:
+        if (ROOT / name).exists():
+            files[name] = fill((ROOT / name).read_text(), made)
+    return files
+
+
+if __name__ == "__main__":
+    for path, text in everything().items():
+        (ROOT / path).write_text(text)
