@@ -20,14 +20,14 @@ class Prefetcher:
 
     This is the only place that normalises. On a GPU the copy and the arithmetic run on a side
     stream: the host asks for the next batch while the GPU still computes the step before, so the
-    copy costs no time as long as it is shorter than a step. `waited` counts the seconds that the
-    host spent waiting for the loader.
+    copy costs no time as long as it is shorter than a step.
     """
 
     step_done = math.inf  # when this process last asked for another batch, by time.monotonic()
 
     def __init__(self, loader, device):
-        self.loader, self.device, self.waited = loader, device, 0.0
+        self.loader, self.device = loader, device
+        self.pauses = []  # of the device: how they began, and how they ended
         # Of a byte x: x / (255 * std) - mean / std.
         self.scale = torch.tensor([1 / (255 * std) for std in STD], device=device)
         self.shift = torch.tensor([-m / s for m, s in zip(MEAN, STD, strict=True)], device=device)
@@ -38,9 +38,9 @@ class Prefetcher:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))  # it made scale and shift
         while True:
-            start = time.perf_counter()
+            asked = self._now()
             batch = next(batches, None)
-            self.waited += time.perf_counter() - start
+            self.pauses.append((asked, self._now()))
             if batch is None:
                 return
             with torch.cuda.stream(stream):  # of None: does nothing
@@ -53,6 +53,21 @@ class Prefetcher:
                 target.record_stream(current)
             yield images, target
             Prefetcher.step_done = time.monotonic()
+
+    def _now(self):
+        """On a GPU, which is behind the host: the moment when it has done all it was asked for."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def waited(self):
+        """The seconds in which the device had nothing to do but wait for images, so far."""
+        if self.device.type != "cuda":
+            return sum(end - start for start, end in self.pauses)
+        torch.cuda.current_stream(self.device).synchronize()
+        return sum(start.elapsed_time(end) for start, end in self.pauses) / 1000
 
     def _load(self, images, target):
         images = images.to(self.device, non_blocking=True)
