@@ -17,6 +17,7 @@ from figures import draw  # noqa: E402
 READMES = ["README.md", "README.zh-CN.md"]
 OTHERS = ["multiprocessing_distributed", "dataparallel", "distributed_slurm_main"]
 OTHERS += ["apex_distributed", "horovod_distributed"]
+SCRIPTS = ["distributed", *OTHERS]
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -112,7 +113,7 @@ def blocks():
     for name in OTHERS:
         lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
         made[f"changed {name}"] = f"[{len(lines)}](diffs/{name}.diff)"
-    for name in ["distributed", *OTHERS]:
+    for name in SCRIPTS:
         made[f"speed {name}"] = speed(f"{name}.py")
     made["speeds"], made["measured"] = speeds(), measured()
     made["imports"] = excerpt("distributed.py", ("from common", "fresh_store"))
