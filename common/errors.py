@@ -11,7 +11,7 @@ import traceback
 import torch.distributed as dist
 
 from .prefetcher import Prefetcher
-from .process import Stop
+from .process import Stop, kill_timer
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -110,7 +110,9 @@ def end_on_error(rank, world_size, args):
         end([frame for frame, _ in traceback.walk_tb(trace)], lines, reason)
 
     def watch():
+        end_in = kill_timer()
         while time.monotonic() - Prefetcher.step_done < timeout:
+            end_in(timeout + 30)  # more than it takes to say why: that is for the code below
             time.sleep(1)
         frame = sys._current_frames()[threading.main_thread().ident]
         frames = [frame for frame, _ in traceback.walk_stack(frame)]

@@ -3,8 +3,10 @@
 import ctypes
 import hashlib
 import math
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -55,8 +57,38 @@ def die_with_parent(launched=True):
     A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
     to the folder that the next run uses. Not for a process that outlives the shell it began in.
     """
-    if launched and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if not launched or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # The imports took seconds, in which it may have gone already, and another process adopted this
+    # one. multiprocessing tells its number; torchrun has had a port open on the first node.
+    if parent := multiprocessing.parent_process():
+        gone = parent.pid != os.getppid()
+    else:
+        gone = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _refused()
+    if gone:
+        os._exit(1)
+
+
+def _refused():
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(place, timeout=5).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+
+
+def kill_timer():
+    """Returns a function of seconds: so long after its last call the kernel kills this process.
+
+    For a process that cannot end itself: it was stopped, or runs no Python any more. Linux only.
+    """
+    if sys.platform != "linux":
+        return lambda seconds: None
+    libc, timer = ctypes.CDLL("librt.so.1"), ctypes.c_void_p()
+    event = (ctypes.c_int * 16)(0, 0, signal.SIGKILL)  # a struct sigevent: its third number
+    libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer))
+    return lambda s: libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, s, 0), None)
 
 
 def own_cores(local_world_size):
