@@ -40,6 +40,7 @@ ELSEWHERE = {
     r"python benchmark\.py .*": ("test_benchmark.py", "benchmark.py"),
     r"\./start\.sh NAME .*": ("test_docs.py", "def test_start_names"),
     r"\./start\.sh": ("test_docs.py", "def test_first_command"),
+    r"\./start\.sh test": ("test_docs.py", "def test_start_runs_the_tests"),
     # From the network: the tests run in an environment that has it, or what it would break.
     r"pip install (tensorboard|horovod|apex)": ("test_docs.py", "--tensorboard"),
 }
