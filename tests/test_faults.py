@@ -73,12 +73,6 @@ def processes(job):
     return job.process.pid, training or [job.process.pid], workers
 
 
-def is_training(pid):
-    """Whether it still is a process of a script: not a launcher, not ended meanwhile."""
-    time.sleep(0.5)
-    return "distributed.py" in cmdline(pid) and "torch.distributed" not in cmdline(pid)
-
-
 def same_run(folder, reference):
     assert same_state(load(folder), load(reference))
     assert rows(folder, timings=False) == rows(reference, timings=False)
@@ -155,6 +149,20 @@ def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     assert set(leaked_shared_memory()) <= set(before)
 
 
+@pytest.mark.parametrize("name", ["distributed", "multiprocessing"])
+def test_a_launcher_killed_while_its_processes_start(name, work, tmp_path):
+    """They have no request to be killed with it yet, and find it gone after their imports."""
+    job = start(name, tmp_path / "c", work)
+    while processes(job)[1] == [job.process.pid]:
+        time.sleep(0.02)
+    job.process.kill()
+    deadline = time.monotonic() + 40  # of importing, on a busy machine
+    while job.pids() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    code, output = job.wait(20)
+    assert code == -signal.SIGKILL and not (tmp_path / "c").exists(), output
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_all_killed_with_any_number_of_workers(workers, work, straight, tmp_path):
     more = ["-j", str(workers)]
@@ -179,51 +187,53 @@ def test_four_processes_end_within_rounding(work, tmp_path):
     assert (a["epoch"], a["step"]) == (b["epoch"], b["step"])
 
 
-# Kills its process at the n-th call of one of the functions that write files.
+# Names each call of the functions that write files, and kills its process before the n-th.
 KILLER = """
 import os, sys
-calls, limit = 0, int(os.environ["KILL_AT"])
+calls, main = 0, os.getpid()
 
-def counted(module, name):
-    function = getattr(module, name)
-    def count(*args, **kwargs):
+def counted(name, function):
+    def count(*args):
         global calls
-        calls += 1
-        if calls == limit and os.environ.get("RANK", "0") == "0":
-            os.kill(os.getpid(), 9)
-        return function(*args, **kwargs)
-    setattr(module, name, count)
+        calls += os.getpid() == main
+        if calls == int(os.environ["KILL_AT"]):
+            os.kill(main, 9)
+        path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else args[-1]
+        print("call", name, os.path.basename(path), flush=True)
+        return function(*args)
+    setattr(os, name, count)
 
 for name in ("fsync", "link", "replace", "remove"):
-    counted(os, name)
+    counted(name, getattr(os, name))
 import distributed
 sys.exit(distributed.main())
 """
 
 
-@pytest.mark.soak
-def test_killed_at_every_moment_of_the_writing(work, straight, tmp_path):
-    """Before each system call by which a checkpoint is written, at an epoch's end too."""
+@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
+    """At an epoch's end there are four. As a soak: at every moment of a run that saves thrice."""
     script = tmp_path / "killer.py"
     script.write_text(KILLER)
-    command = [*torchrun(1, script)[:-1], script, *FLAGS, "--max-steps", "31"]
-    command += ["--checkpoint-freq", "28", "--checkpoint-dir"]
+    command = [PYTHON, script, *FLAGS, "--max-steps", "31", "--checkpoint-freq", "28"]
+    command += ["--checkpoint-dir"]
     env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
-    run([*command, tmp_path / "a"], work, env=env | {"KILL_AT": "0"})
-    moments, at = [], 0
-    while True:
-        at += 1
+    output = run([*command, tmp_path / "a"], work, env=env | {"KILL_AT": "0"})
+    calls = re.findall(r"^call (.*)", output, re.M)
+    best = calls.index("replace model_best.pth") + 1
+    assert len(calls) > 20
+    assert calls[best : best + 4 : 3] == ["fsync metrics.jsonl", "replace checkpoint.pth"]
+    for at in (best + 1, best + 2, best + 4) if sample else range(1, len(calls) + 1):
         folder = tmp_path / str(at)
-        command[-1] = "--checkpoint-dir"
-        if Job([*command, folder], work, env | {"KILL_AT": str(at)}).wait(60)[0] == 0:
-            break  # it makes fewer calls than that
-        found = [p.name for p in folder.glob("*")] if folder.exists() else []
+        assert Job([*command, folder], work, env | {"KILL_AT": str(at)}).wait(60)[0] == -9
+        found = [p.name for p in folder.glob("*")]
         assert "checkpoint.pth" in found or "checkpoint.prev.pth" not in found
-        moments.append(len(found))
+        if sample:  # the others are of the epoch's end, it is not yet
+            assert load(folder)["step"] == 28 and load(folder, "model_best.pth")["epoch"] == 1
+            assert rows(folder)[0]["epoch"] == 1
         again = [*command, folder, "--resume", "auto"]
         run(again, work, env=env | {"KILL_AT": "0"})
         same_run(folder, tmp_path / "a")
-    assert at > 12 and max(moments) >= 5, moments
 
 
 @pytest.mark.soak
@@ -294,6 +304,22 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
     assert 4 <= state["step"] < 25 and "saved: --resume auto goes on" in output
     finish(start(name, tmp_path / "c", work, "--resume", "auto", "--checkpoint-freq", "0"))
     same_run(tmp_path / "c", straight(name))
+
+
+def test_a_stop_during_validation_takes_effect_after_it(work, straight, tmp_path):
+    job = start("multiprocessing", tmp_path / "c", work, "--checkpoint-freq", "0")
+    job.wait_for(r"epoch 0 \[4/")
+    training = processes(job)[1]
+    job.wait_for(r"epoch 0 \[29/29\]")  # what comes next is the validation
+    os.kill(training[-1], signal.SIGTERM)
+    code, output = job.wait(30)
+    assert code == 75 and output.index(" * loss ") < output.index("stopped at epoch 1 step "), (
+        output
+    )
+    state = load(tmp_path / "c")
+    assert state["epoch"] == rows(tmp_path / "c")[0]["epoch"] == 1 and 1 <= state["step"] < 10
+    finish(start("multiprocessing", tmp_path / "c", work, "--resume", "auto"))
+    same_run(tmp_path / "c", straight("multiprocessing"))
 
 
 def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
@@ -402,6 +428,26 @@ def test_both_checkpoints_damaged(work, tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+class Command:
+    def __init__(self, line):
+        self.line = line
+
+    def __reduce__(self):
+        return os.system, (self.line,)
+
+
+def test_a_checkpoint_with_code_is_refused(work, tmp_path):
+    folder, ran = tmp_path / "c", tmp_path / "ran"
+    folder.mkdir()
+    torch.save({"args": Command(f"touch {ran}")}, folder / "checkpoint.pth")
+    torch.load(folder / "checkpoint.pth", weights_only=False)
+    ran.unlink()  # it would have run
+    output = finish(start("dataparallel", folder, work, "--resume", "auto"), code=2)
+    assert output.startswith("error: ") and output.count("\n") == 1
+    assert "holds more than tensors, it is not loaded" in output and not ran.exists()
+    assert os.listdir(folder) == ["checkpoint.pth"]
+
+
 def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
     """SIGSTOP: it holds its connections and says nothing."""
     job = start("distributed", tmp_path / "c", work, "--dist-timeout", "10")
@@ -462,9 +508,7 @@ class Hosts:
         jobs = []
         for i, name in enumerate(self.names):
             agent = f"ip netns exec {name} {PYTHON} -m torch.distributed.run --nnodes=2"
-            agent += " --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400"
-            agent += f" --local-addr=10.77.0.{i + 1} --rdzv-conf="
-            agent += f"is_host={1 - i}"
+            agent += f" --nproc-per-node=1 --node-rank={i} --master-addr=10.77.0.1"
             command = [*agent.split(), ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder]
             env = ONE_THREAD | {"GLOO_SOCKET_IFNAME": self.cables[i]}
             jobs.append(Job([*command, *more], work, env))
@@ -480,29 +524,25 @@ class Hosts:
 def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
     """The cable is cut: no connection is reset, nothing comes any more. Or a process is stopped.
 
-    Every training process ends by itself. So does torchrun, but for the one that is cut off from
-    its store: that takes minutes (of its own, nothing of ours runs then) and is ended here.
+    Everything ends by itself, the launchers too. They are started with --node-rank: with the c10d
+    rendezvous, torchrun (2.15) asks its store once a second, and once that is cut off it waits for
+    the kernel to give up the connection, 15 minutes.
     """
     folder, limit = tmp_path / "c", 10
     with Hosts() as hosts:
         jobs = hosts.start(work, folder, "--dist-timeout", limit)
-        jobs[0].wait_for(r"epoch 0 \[13/")  # its address sorts first: it is rank 0
-        cut = time.monotonic()
+        jobs[0].wait_for(r"epoch 0 \[13/")
         if fault == "cable":
             hosts.cable("down")
-            for rank, job in enumerate(jobs):
-                job.wait_for(rf"rank {rank} failed at epoch 0 step \d+: ", limit + 40)
-            assert time.monotonic() - cut < limit + 40
-            assert not [pid for job in jobs for pid in processes(job)[1] if is_training(pid)]
-            for job in jobs:
-                job.kill()
-                job.process.communicate()
         else:
             os.kill(processes(jobs[1])[1][0], signal.SIGSTOP)
-            outputs = [job.wait(limit + 100) for job in jobs]
-            assert all(code != 0 for code, _ in outputs)
-            said = r"rank 0 failed at epoch 0 step \d+: .*; no sign of rank 1"
-            assert any(re.search(said, output) for _, output in outputs), outputs
+        cut = time.monotonic()
+        codes, outputs = zip(*[job.wait(limit + 30 + 15) for job in jobs], strict=True)
+        # On a machine of its own 16 s and, for the launcher of the stopped one, 41 s.
+        assert codes == (1, 1) and time.monotonic() - cut < limit + 30 + 15, outputs
+        said = [re.search(r"rank \d failed at epoch 0 step 1\d: .*", text) for text in outputs]
+        assert said[0] and "no sign of rank 1" in said[0][0], outputs
+        assert bool(said[1]) == (fault == "cable"), outputs
         hosts.cable("up")
         codes = [job.wait(120) for job in hosts.start(work, folder, "--resume", "auto")]
         assert [code for code, _ in codes] == [0, 0], codes
