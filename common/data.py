@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import sys
+import weakref
 
 import numpy as np
 import torch
@@ -210,8 +211,10 @@ def make_loader(dataset, sampler, batch_size, workers, device):
         # Forked now, with nothing to fetch yet: in a later fork a thread of the process group may
         # hold a lock that the child waits for without end (python/cpython#112275).
         loader.batch_sampler.sampler = ()
-        iter(loader)
+        iterator = iter(loader)
         loader.batch_sampler.sampler = sampler
+        # They ignore SIGTERM, so what ends them at the interpreter's exit would wait without end.
+        weakref.finalize(loader, iterator._shutdown_workers)
     return loader
 
 

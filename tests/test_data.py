@@ -219,6 +219,15 @@ def test_workers_live_on_and_the_data_set_can_be_pickled(work):
     assert pids[0] == pids[1] == pids[2]
 
 
+def test_a_loader_that_nobody_lets_go_of_does_not_keep_its_process(work):
+    """In a notebook or a module it is a global, alive when the interpreter exits."""
+    lines = ["import torch", "from common import *", f"root = '{work}/data/digits'"]
+    lines += ["digits, _ = image_folders(root, 24)", "device = torch.device('cpu')"]
+    lines += ["loader = make_loader(digits, range(96), 48, 2, device)", "print(len(list(loader)))"]
+    output = run([PYTHON, "-c", "\n".join(lines)], ROOT, timeout=60)
+    assert output == "2\n"
+
+
 def test_prefetcher_normalises_once():
     images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
     target = torch.arange(5)
