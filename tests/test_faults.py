@@ -4,6 +4,7 @@ A run is compared with the uninterrupted one to the bit: weights, buffers, momen
 best accuracy and every line of metrics.jsonl but for its timings.
 """
 
+import functools
 import os
 import random
 import re
@@ -87,12 +88,14 @@ def leaked_shared_memory():
 
 @pytest.fixture(scope="module")
 def straight(work):
-    """Folders of runs without a fault: with one process, and with two."""
-    folders = {}
-    for name in ("dataparallel", "distributed"):
-        folders[name] = work / f"straight-{name}"
-        finish(start(name, folders[name], work))
-    return lambda name: folders["dataparallel" if name == "dataparallel" else "distributed"]
+    """The folder of a run without a fault, with as many processes as that script has here."""
+
+    @functools.cache
+    def folder(name):
+        finish(start(name, work / f"straight-{name}", work))
+        return work / f"straight-{name}"
+
+    return lambda name: folder("dataparallel" if name == "dataparallel" else "distributed")
 
 
 def resumed_where_it_stood(output, state):
@@ -239,26 +242,29 @@ def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("round", range(30))
 def test_soak_of_kills(round, work, straight, tmp_path):
-    """Any script, any victim, at any moment: in whole seconds of nobody's choice."""
-    name = random.choice(list(SCRIPTS))
+    """Any script, any victim, three times: while it starts, at any line, or soon after one."""
+    name = list(SCRIPTS)[round % len(SCRIPTS)]
     needs_horovod(name)
-    folder, done, rounds = tmp_path / "c", False, 0
-    while not done and rounds < 12:
-        rounds += 1
+    folder, kills = tmp_path / "c", []
+    while len(kills) < 3:
         more = ["-j", random.choice("012"), *(["--resume", "auto"] if folder.exists() else [])]
         job = start(name, folder, work, *more)
-        try:
-            job.process.communicate(timeout=random.uniform(6, 22))
-            done = job.process.returncode == 0
-        except subprocess.TimeoutExpired:
-            launcher, training, workers = processes(job)
-            victims = random.choice([training[:1], training[-1:], [launcher], workers[:1]])
-            for pid in victims:
-                os.kill(pid, signal.SIGKILL)
-            job.wait(60)
-    print(f"{name}: ended after {rounds} starts")
-    if not done:
-        finish(start(name, folder, work, "--resume", "auto"))
+        lines = random.choice([0, random.randrange(1, 25)])
+        for _ in range(lines):
+            job.process.stdout.readline()
+        time.sleep(random.uniform(0, 0.5 if lines else 6))
+        launcher, *groups = processes(job)
+        victim = random.choice([[launcher], groups[0][:1], groups[0][-1:], groups[1][:1]])
+        if job.process.poll() is None and victim:
+            os.kill(victim[0], signal.SIGKILL)
+            kills.append(f"{'launcher' if victim == [launcher] else 'other'} after {lines} lines")
+        elif job.process.poll() is not None and kills:
+            break  # it has come to its end
+        else:
+            job.kill()
+        job.wait(60)
+    print(f"{name}: {kills}")
+    finish(start(name, folder, work, "--resume", "auto"))
     same_run(folder, straight(name))
 
 
