@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn.functional import interpolate
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.io import ImageReadMode, decode_image, read_file
+from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import functional as F
 
 from .process import SIGNALS, die_with_parent, position_seed
@@ -25,6 +25,7 @@ from .process import SIGNALS, die_with_parent, position_seed
 FLAGS = ("arch", "epochs", "batch_size", "lr", "warmup_epochs", "image_size")
 IMAGENET = dict(zip(FLAGS, ("resnet50", 90, 256, 0.1, 5, 224), strict=True))
 DIGITS = dict(zip(FLAGS, ("resnet18", 4, 64, 0.1, 1, 64), strict=True))
+PREFETCH = 2  # batches that each worker is asked for ahead of their use
 
 
 def image_folders(data, image_size):
@@ -99,7 +100,9 @@ def read_image(path):
     """The image of a file as uint8 RGB [3, height, width]. Raises ValueError with the path."""
     try:
         try:
-            image = decode_image(read_file(path), mode=ImageReadMode.RGB)
+            with open(path, "rb") as file:  # torchvision's read_file maps it: that takes longer
+                data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+            image = decode_image(data, mode=ImageReadMode.RGB)
         except RuntimeError:  # PIL reads more formats, and is four times slower
             with Image.open(path) as file:
                 image = torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)
@@ -194,7 +197,10 @@ class TrainSampler:
 
 
 def make_loader(dataset, sampler, batch_size, workers, device):
-    """A DataLoader of (uint8 [n, 3, h, w], int64 [n]) whose workers live as long as it does."""
+    """A DataLoader of (uint8 [n, 3, h, w], int64 [n]) whose workers live as long as it does.
+
+    A batch is good until the next one is taken: then its memory may be used again.
+    """
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
@@ -202,8 +208,9 @@ def make_loader(dataset, sampler, batch_size, workers, device):
         num_workers=workers,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
+        prefetch_factor=PREFETCH if workers else None,
         worker_init_fn=_init_worker,
-        collate_fn=_collate,
+        collate_fn=_Stack(),
         # Spawned, as they would be below mp.spawn, each takes seconds to import torch.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
     )
@@ -224,11 +231,30 @@ def _init_worker(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _collate(items):
-    """Stack as [n, h, w, 3] in memory (channels_last), seen as [n, 3, h, w]."""
-    images, targets = zip(*items, strict=True)
-    images = default_collate([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-    return images, torch.tensor(targets)
+class _Stack:
+    """Makes of (image, target) items a batch: [n, h, w, 3] in memory, seen as [n, 3, h, w].
+
+    A worker keeps the memory, which it shares with the training process, of as many batches as can
+    be under way, and takes them in turn. New memory costs a page fault for every 4 KB: for a batch
+    of 256 at 224 pixels 9400, which was an eighth of the worker's time.
+    """
+
+    def __init__(self):
+        self.buffers, self.turn = [None] * (PREFETCH + 1), 0
+
+    def __call__(self, items):
+        images, targets = zip(*items, strict=True)
+        images = [image.permute(1, 2, 0) for image in images]
+        out = self._buffer(len(images), images[0]) if get_worker_info() else None
+        return torch.stack(images, out=out).permute(0, 3, 1, 2), torch.tensor(targets)
+
+    def _buffer(self, n, image):
+        self.turn = (self.turn + 1) % len(self.buffers)
+        buffer, kind = self.buffers[self.turn], (image.shape, image.dtype)
+        if buffer is None or len(buffer) < n or (buffer.shape[1:], buffer.dtype) != kind:
+            buffer = torch.empty(n, *image.shape, dtype=image.dtype).share_memory_()
+            self.buffers[self.turn] = buffer
+        return buffer[:n]
 
 
 def digits_folder(parent="data"):
