@@ -68,7 +68,7 @@ def test_no_script_imports_another_and_common_imports_none():
     for path in (ROOT / "common").glob("*.py"):
         assert not imported(path) & {*SCRIPTS, "horovod", "horovod.torch", "apex"}, path
         text = path.read_text()
-        assert not any(word in text for word in ("RANK", "WORLD_SIZE", "SLURM_", "MASTER_")), path
+        assert not any(word in text for word in ("RANK", "WORLD_SIZE", "SLURM_")), path
 
 
 def code_lines(path):
@@ -85,10 +85,10 @@ def code_lines(path):
 def test_common_is_small():
     """Lines of code: what explains it, shapes and units and errors, is not to be saved on.
 
-    Growing is a decision: more than half of it is what a run needs to survive, and to be told why
-    it did not (checkpoint, errors, process, rendezvous, spawn).
+    Growing is a decision: half of it is what a run needs to survive, and to be told why it did not
+    (checkpoint, errors, process, rendezvous, spawn); a fifth is the way of the images.
     """
-    assert sum(map(code_lines, (ROOT / "common").glob("*.py"))) <= 750
+    assert sum(map(code_lines, (ROOT / "common").glob("*.py"))) <= 910
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
