@@ -129,6 +129,20 @@ def test_crop_is_torchvisions_within_rounding():
         assert (ours.int() - pipeline(image).int()).abs().max() <= 2
 
 
+def test_random_crop_resizes_and_mirrors_as_torchvision_does():
+    """Pixels differ by at most 2 of 255, whatever part of a photograph is taken."""
+    whole = torch.from_numpy(np.array(photographs()[0])).permute(2, 0, 1)
+    for image in (whole, whole[:, 40:300, 100:350], whole[:, 5:105, 7:217]):
+        height, width = image.shape[-2:]
+        for size in (64, 224):
+            expected = v2.functional.resize(image, [size, size], antialias=True).int()
+            how = {"scale": (1, 1), "ratio": (width / height, width / height)}  # all of it
+            for flip in (0, 1):
+                ours = random_crop(image, size, **how, flip=flip)
+                assert ours.dtype == torch.uint8 and ours.shape == expected.shape
+                assert (ours.int() - (expected.flip(-1) if flip else expected)).abs().max() <= 2
+
+
 def test_random_crop_has_the_distribution_of_random_resized_crop():
     """Means of position and size, read from an image whose pixels are their coordinates."""
     y, x = torch.meshgrid(torch.linspace(0, 255, 300), torch.linspace(0, 255, 400), indexing="ij")
@@ -204,6 +218,22 @@ def test_global_batches_are_the_same_for_every_world_size(length):
         assert batches(world_size, first=1) == expected[1:]
     if length > 16:
         assert batches(1, epoch=4) != [{(4, i) for _, i in batch} for batch in expected]
+
+
+def test_a_batch_stays_as_it_is_until_the_next_is_taken():
+    """Though the workers, who write into the same memory again, are ahead by then."""
+    batches = {}
+    for workers in (0, 1, 3):
+        sampler = TrainSampler(40, 2, 0, 1, 0)
+        loader = make_loader(Seeded(Draws(), 0), sampler, 2, workers, CPU)
+        batches[workers] = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for images, _ in loader:
+                time.sleep(0.02)
+                batches[workers].append(images.flatten().tolist())
+    assert batches[0] == batches[1] == batches[3]
+    assert len({tuple(batch) for batch in batches[0]}) == 40
 
 
 def test_workers_live_on_and_the_data_set_can_be_pickled(work):
