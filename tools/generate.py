@@ -83,7 +83,7 @@ def fastest(script, bound):
 
 def speed(script):
     run = fastest(script, "compute") or fastest(script, "loader")
-    return f"{run['images_per_second']:.0f}" if run else "-"
+    return f"{run['images_per_second']:.0f} ({run['processes']})" if run else "-"
 
 
 def measured():
