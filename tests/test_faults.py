@@ -304,7 +304,7 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
         os.kill(launcher if who == "launcher" else training[-1], number)
     sent = time.monotonic()
     code, output = job.wait(30)
-    # On a machine of its own it takes 2 to 4 s.
+    # On two cores of its own it takes 1 to 4 s: ten, with room for a machine that is busy.
     assert time.monotonic() - sent < 20 and code == expected, output
     state = load(tmp_path / "c")
     assert 4 <= state["step"] < 25 and "saved: --resume auto goes on" in output
