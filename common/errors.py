@@ -95,14 +95,17 @@ def end_on_error(rank, world_size, args):
 
     def end(frames, lines, reason):
         first.acquire()  # the main thread and the watch may come at the same time
-        known = [f.f_locals for f in frames if {"epoch", "step"} <= f.f_locals.keys()]
-        where = "".join(" at epoch {epoch} step {step}".format(**names) for names in known[:1])
-        if "gloo" in reason or "nccl" in reason.lower() or "no batch" in reason:
-            reason += _missing(rank, world_size)
-        sys.stdout.flush()
-        sys.stderr.write("".join([*lines, f"rank {rank} failed{where}: {reason}\n"]))
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            known = [f.f_locals for f in frames if {"epoch", "step"} <= f.f_locals.keys()]
+            where = "".join(" at epoch {epoch} step {step}".format(**names) for names in known[:1])
+            if "gloo" in reason or "nccl" in reason.lower() or "no batch" in reason:
+                reason += _missing(rank, world_size)
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            sys.stderr.write("".join([*lines, f"rank {rank} failed{where}: {reason}\n"]))
+            sys.stderr.flush()
+        finally:
+            os._exit(1)  # also when nobody reads what is written: a closed pipe is an error
 
     def hook(kind, error, trace):
         lines = traceback.format_exception(kind, error, trace)

@@ -480,6 +480,18 @@ def test_a_run_that_waits_for_images_ends_too(work, tmp_path):
     assert re.search(r"rank \d failed at epoch 0 step 1\d: no batch", output)
 
 
+def test_an_error_ends_a_process_that_nobody_listens_to(tmp_path):
+    """Its output is a closed pipe. An orderly exit would wait for loader workers in mp.spawn."""
+    orderly = tmp_path / "orderly"
+    code = "import atexit, pathlib, types; from common.errors import end_on_error\n"
+    code += f"atexit.register(pathlib.Path({str(orderly)!r}).touch)\n"
+    code += "end_on_error(0, 1, types.SimpleNamespace()); print('lost', flush=True)"
+    to_nobody = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen([PYTHON, "-c", code], cwd=ROOT, **to_nobody)
+    process.stdout.close()
+    assert process.wait(60) == 1 and not orderly.exists()
+
+
 class Hosts:
     """Two hosts on this machine: network namespaces joined by a cable."""
 
