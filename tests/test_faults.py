@@ -295,8 +295,10 @@ SIGNALS = {
 @pytest.mark.parametrize("case", SIGNALS)
 def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
     name, who, number, expected = SIGNALS[case]
+    began = time.monotonic()
     job = start(name, tmp_path / "c", work, "--checkpoint-freq", "0")
     job.wait_for(r"epoch 0 \[4/")
+    starting = time.monotonic() - began
     launcher, training, _ = processes(job)
     if who == "group":
         os.killpg(job.process.pid, number)
@@ -304,10 +306,11 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
         os.kill(launcher if who == "launcher" else training[-1], number)
     sent = time.monotonic()
     code, output = job.wait(30)
-    # On two cores of its own it takes 1 to 4 s: ten, with room for a machine that is busy.
-    assert time.monotonic() - sent < 20 and code == expected, output
+    # On two cores of its own it takes 1 to 4 s, and to start 7 or more: a busy machine has longer.
+    assert time.monotonic() - sent < max(10, starting) and code == expected, output
     state = load(tmp_path / "c")
-    assert 4 <= state["step"] < 25 and "saved: --resume auto goes on" in output
+    assert 4 <= state["epoch"] * 29 + state["step"] < 45
+    assert "saved: --resume auto goes on" in output
     finish(start(name, tmp_path / "c", work, "--resume", "auto", "--checkpoint-freq", "0"))
     same_run(tmp_path / "c", straight(name))
 
