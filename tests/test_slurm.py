@@ -197,8 +197,8 @@ def test_a_killed_process_ends_the_step_and_the_next_run_is_not_disturbed(shape,
         victim = sorted(p for p in children if "spawn_main" in said(p, "cmdline"))[1]
     os.kill(victim, 9)
     start = time.monotonic()
-    code, output = job.wait(60)  # looks for leftovers too
-    assert time.monotonic() - start < 45
+    code, output = job.wait(100)  # looks for leftovers too
+    assert time.monotonic() - start < 90  # Slurm itself waits 30 s before it kills
     assert code not in (0, 75)
     assert re.search("rank 3 failed: .*SIGKILL" if own else "task 3: Killed", output), output
 
