@@ -151,7 +151,7 @@ def preflight(run, device, workers, val_set, checkpoint):
         place = f"epoch {checkpoint['epoch']} step {checkpoint['step']}"
         print(*checkpoint["damaged"], f"resumed from {checkpoint['path']} at {place}", sep="\n")
         old = {k: v for k, v in checkpoint["args"].items() if run.get(k, v) != v}
-        for name in sorted(old.keys() - {"resume", "evaluate"}):
+        for name in sorted(old.keys() - {"resume", "evaluate", "predictions", "tensorboard"}):
             note = ", same global batches" * (name == "world_size" and "batch_size" not in old)
             print(f"  changed: {name} {old[name]} -> {run[name]}{note}", flush=True)
         steps = run["images"] // run["batch_size"]
