@@ -80,7 +80,7 @@ def parse_args():
 
 
 def main():
-    # Who am I? torchrun put it in the environment; plain python is a group of one.
+    # Who am I? The launcher told; plain python is a group of one.
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if os.environ.keys().isdisjoint(names):
         os.environ.update(zip(names, ["0", "0", "1", "1", "127.0.0.1", "0"], strict=True))
@@ -248,7 +248,7 @@ def validate(loader, net, device, rank, world_size, args):
     *values, count = reduce_mean(sums, world_size).tolist()
     assert round(count * world_size) == len(loader.dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
-    shares = gather(found, world_size) if args.predictions else None
+    shares = gather(found.cpu()) if args.predictions else None
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     if rank == 0 and shares:

@@ -216,7 +216,7 @@ def validate(loader, net, device, rank, world_size, args):
     *values, count = reduce_mean(sums, world_size).tolist()
     assert round(count * world_size) == len(loader.dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
-    shares = gather(found, world_size) if args.predictions else None
+    shares = gather(found.cpu()) if args.predictions else None
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     if rank == 0 and shares:

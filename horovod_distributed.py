@@ -27,6 +27,7 @@ with user_errors(int(os.environ.get("HOROVOD_LOCAL_RANK", 0))):
         raise ValueError(f"needs Horovod: run tools/install_horovod.sh ({error})") from None
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+gather = hvd.allgather_object
 
 
 def parse_args():
@@ -62,7 +63,7 @@ def parse_args():
 
 
 def main():
-    # Who am I? horovodrun knows; plain python is a group of one.
+    # Who am I? The launcher told; plain python is a group of one.
     launcher = "horovodrun" if "HOROVOD_RANK" in os.environ else "python"
     die_with_parent(launcher != "python")
     hvd.init()
@@ -187,10 +188,6 @@ def reduce_mean(tensor, world_size):
     return hvd.allreduce(tensor)  # a new tensor, and averaged already
 
 
-def gather(tensor, world_size):
-    return hvd.allgather_object(tensor.cpu())  # by rank
-
-
 def learning_rate(args, epoch):
     """After `epoch` epochs, a float: linear warm-up to the peak, then half a cosine to zero."""
     peak = args.lr * args.batch_size / 256
@@ -218,7 +215,7 @@ def validate(loader, net, device, rank, world_size, args):
     *values, count = reduce_mean(sums, world_size).tolist()
     assert round(count * world_size) == len(loader.dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
-    shares = gather(found, world_size) if args.predictions else None
+    shares = gather(found.cpu()) if args.predictions else None
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     if rank == 0 and shares:

@@ -116,15 +116,14 @@ def reduce_mean(tensor, world_size):
     return tensor / world_size
 
 
-def gather(tensor, world_size):
-    """The tensors of all processes, by rank, on the CPU. All of them must call it, not only rank 0.
+def gather(share):
+    """The shares of all processes, a list by rank. All of them must call it, not only rank 0.
 
-    Their shapes may differ: they are sent as pickles, by way of the device where the group is
-    NCCL's.
+    They travel as pickles, so that they may differ in size: give it tensors on the CPU.
     """
-    tensors = [None] * world_size
-    dist.all_gather_object(tensors, tensor.cpu())
-    return tensors
+    shares = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, share)
+    return shares
 
 
 def preflight(run, device, workers, val_set, checkpoint):

@@ -12,7 +12,7 @@ CEILINGS = {
     "multiprocessing_distributed": 50,
     "distributed_slurm_main": 75,
     "apex_distributed": 65,
-    "horovod_distributed": 70,  # it averages and gathers by calls of its own
+    "horovod_distributed": 65,
 }
 OTHERS = [name for name in CEILINGS if (ROOT / f"{name}.py").exists()]
 SCRIPTS = ["distributed", *OTHERS]

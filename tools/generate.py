@@ -25,7 +25,7 @@ HUNKS = {
     "multiprocessing_distributed": ["# Who am I?", "def spawn"],
     "distributed_slurm_main": ["# Who am I?", "open_store(*meeting)"],
     "apex_distributed": ["# Strategy.", "amp.scale_loss"],
-    "horovod_distributed": ["# Who am I?", "# Strategy.", "synchronize()"],
+    "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
 }
 
 
