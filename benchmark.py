@@ -225,6 +225,7 @@ def usual_loader(dataset, args):
 
 def loader(args):
     """images/s of our loader, of the usual recipe and of decoding alone"""
+    torch.set_num_threads(1)  # the cores are the workers'; a second thread here would spin on one
     root = os.path.join(args.data or photographs(args.images), "train")
     steps = [transforms.RandomResizedCrop(args.image_size), transforms.RandomHorizontalFlip()]
     steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
