@@ -86,10 +86,10 @@ def parse_args():
     add("--image-size", type=int, default=224, help="pixels")
     add("--seconds", type=float, default=10, help="of a round at least; it is whole epochs")
 
-    model(add := command(step, 30, 256 if GPU else 64))
+    model(add := command(step, 60, 256 if GPU else 64))
     add("--precision", choices=DTYPES, default="bf16" if GPU else "fp32", help="but of plain")
     add("--compile", action="store_true", help="but not plain")
-    add("--steps", type=int, default=5, help="of a turn")
+    add("--steps", type=int, default=3, help="of a turn")
 
     add = command(scale, 3, 256)
     add("--files", type=int, nargs="+", default=[10_000, 100_000, 1_280_000], help="how many")
@@ -197,6 +197,11 @@ def now():
     return time.perf_counter()
 
 
+def in_turn(contestants, number):
+    """Forwards and backwards: what one leaves of caches and clock rates must not favour another."""
+    return [*contestants.items()][:: -1 if number % 2 else 1]
+
+
 def child(code, told, folder=ROOT):
     """Start a call of a function of this file, which reads `told`."""
     env = {**os.environ, "BENCHMARK": json.dumps(told, default=str)}
@@ -242,7 +247,7 @@ def loader(args):
     speeds = {name: [] for name in contestants}
     firsts = {name: [] for name in contestants}
     for number in range(-1, args.rounds):  # the first warms up
-        for name, contestant in contestants.items():
+        for name, contestant in in_turn(contestants, number):
             images, epoch, start = 0, 0, now()
             while epoch == 0 or now() - start < args.seconds * (number >= 0):
                 for one in (sampler, other):
@@ -294,7 +299,7 @@ def step(args):
         for process in children.values():
             stack.callback(process.kill)
         for number in range(-1, args.rounds):
-            for name, process in children.items():
+            for name, process in in_turn(children, number):
                 seconds = turn(process, args.steps)["seconds"]
                 times[name] += [1000 * seconds / args.steps] * (number >= 0)
         ends = {name: turn(process, 0) for name, process in children.items()}
