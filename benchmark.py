@@ -557,7 +557,8 @@ def strategies(args):
         copies = {bound: stack.enter_context(copy) for bound, copy in copies.items()}
         env = {**os.environ, **stack.enter_context(slurm("slurm" in names))}
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        for number, (case, found) in itertools.product(range(args.rounds), speeds.items()):
+        order = [turn for number in range(args.rounds) for turn in in_turn(speeds, number)]
+        for number, (case, found) in enumerate(order):
             bound, processes, name = case
             command = LAUNCH[name][2].format(LAUNCH[name][0], processes).split()
             command += map(str, [*flags[bound], *both])
@@ -570,7 +571,7 @@ def strategies(args):
                 )
             with open(f"{copies[bound]}/run/metrics.jsonl") as file:
                 found.append(median([json.loads(row)["images_per_second"] for row in file][1:]))
-            print(f"{number + 1}/{args.rounds}", *case, f"{found[-1]:.0f} images/s", flush=True)
+            print(f"{number + 1}/{len(order)}", *case, f"{found[-1]:.0f} images/s", flush=True)
 
     runs = []
     for (bound, processes, name), found in speeds.items():

@@ -20,11 +20,8 @@ from common.prefetcher import Prefetcher
 from common.process import Stop, die_with_parent, own_cores, pick_device, seed_step
 from common.records import new_file, save_predictions
 
-with user_errors(int(os.environ.get("HOROVOD_LOCAL_RANK", 0))):
-    try:
-        import horovod.torch as hvd
-    except ImportError as error:
-        raise ValueError(f"needs Horovod: run tools/install_horovod.sh ({error})") from None
+with user_errors(int(os.environ.get("HOROVOD_LOCAL_RANK", 0)), "run tools/install_horovod.sh"):
+    import horovod.torch as hvd
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 gather = hvd.allgather_object
@@ -66,6 +63,8 @@ def main():
     # Who am I? The launcher told; plain python is a group of one.
     launcher = "horovodrun" if "HOROVOD_RANK" in os.environ else "python"
     die_with_parent(launcher != "python")
+    # How often its thread looks for work, in ms: on CPUs it takes the time from the training.
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "1" if torch.cuda.is_available() else "10")
     hvd.init()
     rank, local_rank = hvd.rank(), hvd.local_rank()
     world_size, local_world_size = hvd.size(), hvd.local_size()

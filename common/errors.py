@@ -63,21 +63,24 @@ def first_line(error):
 
 
 @contextlib.contextmanager
-def user_errors(local_rank):
+def user_errors(local_rank, remedy=None):
     """Turn a ValueError or OSError into one line on stderr and exit code 2.
 
+    So also an ImportError, where there is a remedy to say.
     Every process of a node meets the same error. Local rank 0 says it and exits, which makes the
     launcher end the others; they wait for that, or the line could be lost in the race.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, ImportError) and not remedy:
+            raise
         for _ in range(300 if local_rank else 0):  # then local rank 0 did not fail: it is said here
             if Stop.requested:
                 os._exit(2)
             time.sleep(0.1)
         sys.stdout.flush()
-        sys.stderr.write(f"error: {first_line(error)}\n")
+        sys.stderr.write(f"error: {first_line(error)}{f': {remedy}' if remedy else ''}\n")
         sys.stderr.flush()
         os._exit(2)
 
