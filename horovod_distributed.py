@@ -74,6 +74,8 @@ def main():
     with user_errors(local_rank):
         args = parse_args()
         device = pick_device(local_rank, local_world_size, args)
+        if device.type == "cuda" and not (hvd.cuda_built() or hvd.rocm_built()):
+            raise ValueError("this Horovod knows no GPUs: install nvcc, then Horovod again")
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         checkpoint = load_checkpoint(args, train_set)

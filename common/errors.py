@@ -117,12 +117,15 @@ def end_on_error(rank, world_size, args):
 
     def watch():
         end_in = kill_timer()
-        while time.monotonic() - Prefetcher.step_done < timeout:
+        # NCCL's own watch would be first by a little, and aborts without epoch, step and rank.
+        nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        limit = timeout * 0.9 if nccl else timeout
+        while time.monotonic() - Prefetcher.step_done < limit:
             end_in(timeout + 30)  # more than it takes to say why: that is for the code below
             time.sleep(1)
         frame = sys._current_frames()[threading.main_thread().ident]
         frames = [frame for frame, _ in traceback.walk_stack(frame)]
-        end(frames, traceback.format_stack(frame), f"no batch for {timeout} s; it waits as above")
+        end(frames, traceback.format_stack(frame), f"no batch for {limit:g} s; it waits as above")
 
     sys.excepthook = hook
     if timeout := vars(args).get("dist_timeout"):

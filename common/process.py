@@ -102,7 +102,8 @@ def pick_device(local_rank, local_world_size, args):
     """The torch.device of this process, made the current one; also sets the number of CPU threads.
 
     args: `backend` and `sync_bn`, where a script has them. Raises ValueError when the node has
-    fewer GPUs than processes (only gloo lets them share one), or none where one is needed.
+    fewer GPUs than processes (only gloo lets them share one), none where one is needed, or some
+    that torch cannot use.
     """
     backend = vars(args).get("backend")
     # Some launchers set OMP_NUM_THREADS=1 and some do not: the same command would be slower, and
@@ -124,7 +125,11 @@ def pick_device(local_rank, local_world_size, args):
             "or let them share the GPUs with --backend gloo"
         )
     device = torch.device("cuda", local_rank % count)
-    torch.cuda.set_device(device)  # before anything else touches a GPU, or GPU 0 pays for all
+    try:
+        torch.cuda.set_device(device)  # before anything else touches a GPU, or GPU 0 pays for all
+    except RuntimeError as error:  # such as a driver older than this torch
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None
     if vars(args).get("precision") == "bf16" and torch.cuda.get_device_capability() < (8, 0):
         raise ValueError("this GPU has no bf16, which is the default: add --precision fp16")
     torch.backends.cudnn.benchmark = True

@@ -17,7 +17,10 @@ def fresh_store(rank, world_size, timeout):
     torchrun (2.15) goes on with the same store when it restarts its workers, who would connect to
     the addresses of the dead. So each writes a number of its own, and looks under the hash of all
     numbers; a hash that every rank has come to is of living ones only. timeout: a timedelta.
+    Raises TimeoutError, with the ranks that have not come.
     """
+    seconds = timeout.total_seconds()
+    end = time.monotonic() + seconds
     store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     store.set(f"number {rank}", uuid.uuid4().hex)
     while True:
@@ -26,6 +29,9 @@ def fresh_store(rank, world_size, timeout):
         store.set(f"{key} {rank}", "")
         if store.check([f"{key} {r}" for r in range(world_size)]):
             return dist.PrefixStore(key, store)
+        if time.monotonic() > end:
+            late = [str(r) for r in range(world_size) if not store.check([f"{key} {r}"])]
+            raise TimeoutError(f"no sign of rank {', '.join(late)} for {seconds:g} s")
         time.sleep(0.05)
 
 

@@ -206,6 +206,16 @@ def test_more_processes_than_gpus(monkeypatch):
     assert pick_device(3, 4, SimpleNamespace()) == torch.device("cpu")
 
 
+def test_gpus_that_torch_cannot_use(monkeypatch):
+    def fail(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old\nfurther lines")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    with pytest.raises(ValueError, match=r"is too old \(CUDA_VISIBLE_DEVICES= in front trains"):
+        pick_device(0, 1, SimpleNamespace())
+
+
 def test_the_other_processes_wait_for_local_rank_0_to_speak(monkeypatch, capsys):
     ended, waited = [], []
 

@@ -12,12 +12,15 @@ import shutil
 import signal
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import PYTHON, ROOT, Job, load, rows, run, same_state, torchrun
 
+from common.rendezvous import fresh_store
 from tests import nets
 
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
@@ -276,6 +279,17 @@ def test_torchrun_restarts_a_killed_worker_by_itself(work, straight, tmp_path):
     output = finish(job)
     assert re.search(r"resumed from .* at epoch 0 step 1\d", output), output
     same_run(tmp_path / "c", straight("distributed"))
+
+
+def test_a_rank_that_does_not_come_back_after_a_restart_is_missed(monkeypatch):
+    """The store still has the number that its predecessor left."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("number 1", "of the dead")
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in {**names, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError, match="no sign of rank 1 for 1 s"):
+        fresh_store(0, 2, timedelta(seconds=1))
 
 
 SIGNALS = {

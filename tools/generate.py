@@ -105,6 +105,18 @@ def speeds():
     return " |\n| ".join(lines or ["- | - | - | - | -"])
 
 
+def table(name, *columns):
+    """The rows of a table: these columns of all runs in a file of results; medians, of spreads."""
+
+    def cell(x):
+        x = x["median"] if isinstance(x, dict) else x
+        return f"{x:.{0 if x >= 100 else 3 if x < 1 else 2}f}" if isinstance(x, float) else str(x)
+
+    runs = (results(name) or {"runs": []})["runs"]
+    lines = [" | ".join(cell(run[column]) for column in columns) for run in runs]
+    return " |\n| ".join(lines or [" | ".join("-" * len(columns))])
+
+
 def blocks():
     """{NAME: what stands in the block}."""
     made = {f"diff {name}": strategy("distributed", name, HUNKS[name]) for name in OTHERS}
@@ -116,6 +128,9 @@ def blocks():
     for name in SCRIPTS:
         made[f"speed {name}"] = speed(f"{name}.py")
     made["speeds"], made["measured"] = speeds(), measured()
+    made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
+    made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
+    made["scale"] = table("scale", "name", "files", "start_s", "worker_private_mb", "us_per_image")
     made["imports"] = excerpt("distributed.py", ("from common", "fresh_store"))
     made["evaluation"] = excerpt(
         "distributed.py",
