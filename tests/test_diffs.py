@@ -88,7 +88,7 @@ def test_common_is_small():
     Growing is a decision: half of it is what a run needs to survive, and to be told why it did not
     (checkpoint, errors, process, rendezvous, spawn); a fifth is the way of the images.
     """
-    assert sum(map(code_lines, (ROOT / "common").glob("*.py"))) <= 910
+    assert sum(map(code_lines, (ROOT / "common").glob("*.py"))) <= 930
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -252,7 +252,7 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
     slurm("scontrol", "requeue", number)
     skip_the_delay(2)
 
-    wait_for(r"epoch 9 \[29/29\].*\n \* loss")
+    wait_for(r"epoch 9 \[29/29\].*\n(hint.*\n)? \* loss")
     deadline = time.monotonic() + 30
     while state() in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
         time.sleep(0.2)
