@@ -26,13 +26,13 @@ from common.process import Stop, die_with_parent, own_cores, pick_device, seed_s
 from common.records import new_file, save_predictions
 from common.rendezvous import fresh_store
 
-with user_errors(int(os.environ.get("LOCAL_RANK", 0))):
-    remedy = "build it as github.com/NVIDIA/apex says; distributed.py --precision bf16 needs none"
+remedy = "build it as github.com/NVIDIA/apex says; distributed.py --precision bf16 needs none"
+with user_errors(int(os.environ.get("LOCAL_RANK", 0)), remedy):
     paths = getattr(importlib.util.find_spec("apex"), "submodule_search_locations", None) or []
     if not any(os.path.isdir(f"{path}/optimizers") for path in paths):
-        raise ValueError(f"no Apex of NVIDIA's here (pip's is another: uninstall that): {remedy}")
+        raise ValueError("no Apex of NVIDIA's here (pip's is another: uninstall that)")
     if not importlib.util.find_spec("amp_C"):
-        raise ValueError(f"the Apex here lacks its CUDA extensions: {remedy}")
+        raise ValueError("the Apex here lacks its CUDA extensions")
     if importlib.util.find_spec("apex.amp"):
         from apex import amp
         from apex.parallel import DistributedDataParallel

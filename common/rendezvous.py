@@ -19,13 +19,14 @@ def fresh_store(rank, world_size, timeout):
     numbers; a hash that every rank has come to is of living ones only. timeout: a timedelta.
     Raises TimeoutError, with the ranks that have not come.
     """
-    seconds = timeout.total_seconds()
-    end = time.monotonic() + seconds
+    seconds, key = timeout.total_seconds(), None
     store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     store.set(f"number {rank}", uuid.uuid4().hex)
     while True:
         numbers = [store.get(f"number {r}") for r in range(world_size)]
-        key = hashlib.blake2b(b"".join(numbers), digest_size=8).hexdigest()
+        before, key = key, hashlib.blake2b(b"".join(numbers), digest_size=8).hexdigest()
+        if key != before:
+            end = time.monotonic() + seconds  # somebody has come
         store.set(f"{key} {rank}", "")
         if store.check([f"{key} {r}" for r in range(world_size)]):
             return dist.PrefixStore(key, store)

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from conftest import PYTHON, ROOT, Job, load, rows, run, same_state, torchrun
 
-from common.rendezvous import fresh_store
 from tests import nets
 
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
@@ -281,15 +279,16 @@ def test_torchrun_restarts_a_killed_worker_by_itself(work, straight, tmp_path):
     same_run(tmp_path / "c", straight("distributed"))
 
 
-def test_a_rank_that_does_not_come_back_after_a_restart_is_missed(monkeypatch):
+def test_a_rank_that_does_not_come_back_after_a_restart_is_missed():
     """The store still has the number that its predecessor left."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("number 1", "of the dead")
-    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    for name, value in {**names, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(TimeoutError, match="no sign of rank 1 for 1 s"):
-        fresh_store(0, 2, timedelta(seconds=1))
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    code = "from datetime import timedelta; from common.rendezvous import fresh_store; "
+    code += "fresh_store(0, 2, timedelta(seconds=1))"
+    output = run([PYTHON, "-c", code], ROOT, timeout=60, env=env, code=1)
+    assert output.endswith("TimeoutError: no sign of rank 1 for 1 s\n")
 
 
 SIGNALS = {

@@ -5,10 +5,11 @@ import time
 import pytest
 import torch
 from conftest import PYTHON, ROOT, SMALL, last_result, load, rows, run, torchrun
+from test_data import Draws
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import Prefetcher
+from common import Prefetcher, Seeded, TrainSampler, make_loader
 from common.prefetcher import MEAN, STD
 
 pytestmark = [
@@ -116,6 +117,22 @@ def test_two_processes_share_a_gpu_with_gloo(work, tmp_path):
     output = run([*torchrun(2), *flags], work)
     assert "2 processes on 1 node, gloo, cuda (" in output
     last_result(output)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_pinned_batches_stay_as_they_are(workers):
+    """Workers write into two buffers in turn: a third would be needed if these were not copied."""
+    batches = {}
+    for device in ("cpu", "cuda"):
+        sampler = TrainSampler(40, 2, 0, 1, 0)
+        loader = make_loader(Seeded(Draws(), 0), sampler, 2, workers, torch.device(device))
+        batches[device] = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for images, _ in loader:
+                time.sleep(0.02)
+                batches[device].append(images.flatten().tolist())
+    assert images.is_pinned() and batches["cpu"] == batches["cuda"]
 
 
 def test_more_processes_than_gpus(work):

@@ -176,6 +176,17 @@ def test_says_what_to_do_without_horovod(work, tmp_path, init):
     assert output.count("\n") == 1 and "tools/install_horovod.sh" in output
 
 
+def test_a_horovod_for_cpus_beside_a_gpu(work):
+    """The GPU is made up: this proves that it is said, and before Horovod would abort."""
+    fake = (
+        "import runpy, sys, torch; torch.cuda.device_count = lambda: 1; "
+        "torch.cuda.set_device = print; "
+        "sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    output = run([PYTHON, "-c", fake, SCRIPT], work, env={"PYTHONPATH": str(ROOT)}, code=2)
+    assert "\nerror: this Horovod knows no GPUs: install nvcc, then Horovod again\n" in output
+
+
 def test_install_is_safe_to_run_twice(work):
     output = run([INSTALL], work, env={"PATH": f"{SCRIPTS}:{os.environ['PATH']}"})
     assert "is installed" in output and output.count("the mean of 0 and 1 is 0.5") == 2
