@@ -49,7 +49,7 @@ import common.data
 from common.data import ImageFolder, Seeded, TrainSampler, make_loader, random_crop
 from common.model import build_model
 from common.prefetcher import MEAN, STD, Prefetcher
-from common.process import own_cores
+from common.process import keep_memory, own_cores
 
 ROOT = Path(__file__).resolve().parent
 EPOCH = 1281167  # images of ImageNet
@@ -96,7 +96,7 @@ def parse_args():
     add("--classes", type=int, default=1000, help="folders for them")
     add("-j", "--workers", type=int, default=CORES, help="loader processes")
 
-    photos(add := command(strategies, 3, 256 if GPU else 64))
+    photos(add := command(strategies, 3, 256))
     model(add)
     some = [2**i for i in range((GPUS or CORES).bit_length())]
     add("--processes", type=int, nargs="+", default=some, help="how many")
@@ -230,52 +230,72 @@ def usual_loader(dataset, args):
 
 def loader(args):
     """images/s of our loader, of the usual recipe and of decoding alone"""
-    torch.set_num_threads(1)  # the cores are the workers'; a second thread here would spin on one
     root = os.path.join(args.data or photographs(args.images), "train")
-    steps = [transforms.RandomResizedCrop(args.image_size), transforms.RandomHorizontalFlip()]
-    steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
-    usual = usual_loader(datasets.ImageFolder(root, transforms.Compose(steps)), args)
-    dataset = ImageFolder(root, functools.partial(random_crop, size=args.image_size))
-    ours, sampler = our_loader(dataset, args)
-    decoded, other = our_loader(ImageFolder(root, corner), args)
-    contestants = {
-        "usual recipe: PIL, normalised floats from the workers": usual,
-        "ours: bytes from the workers": ours,
-        "ours, as training has it: normalised floats on the device": Prefetcher(ours, DEVICE),
-        "decoding alone": decoded,
+    names = {
+        "usual": "usual recipe: PIL, normalised floats from the workers",
+        "bytes": "ours: bytes from the workers",
+        "floats": "ours, as training has it: normalised floats on the device",
+        "decoded": "decoding alone",
     }
-    speeds = {name: [] for name in contestants}
-    firsts = {name: [] for name in contestants}
-    for number in range(-1, args.rounds):  # the first warms up
-        for name, contestant in in_turn(contestants, number):
-            images, epoch, start = 0, 0, now()
-            while epoch == 0 or now() - start < args.seconds * (number >= 0):
-                for one in (sampler, other):
-                    one.set_epoch(1000 * (number + 1) + epoch)
-                asked, first = now(), None
-                for _, target in contestant:
-                    first = first or now() - asked
-                    images += len(target)
-                firsts[name] += [1000 * first] * (number >= 0)
-                epoch += 1
-            speeds[name] += [images / (now() - start)] * (number >= 0)
+    speeds, firsts = {name: [] for name in names}, {name: [] for name in names}
+    with contextlib.ExitStack() as stack:
+        how = {**vars(args), "root": root}
+        children = {name: child("benchmark.load()", how | {"name": name}) for name in names}
+        for process in children.values():
+            stack.callback(process.kill)
+        for number in range(-1, args.rounds):  # the first warms up
+            for name, process in in_turn(children, number):
+                found = turn(process, number + 1)
+                if number >= 0:
+                    speeds[name].append(found["speed"])
+                    firsts[name] += found["first_ms"]
 
-    dataset, times = decoded.dataset.dataset, []  # a batch in this process
+    dataset, times = ImageFolder(root, corner), []  # a batch in this process
     for first in range(0, min(10 * args.batch_size, len(dataset)), args.batch_size):
         start = now()
         for i in range(first, min(first + args.batch_size, len(dataset))):
             dataset[i]
         times.append(1000 * (now() - start))
-    runs, usual = [], next(iter(speeds.values()))
+    runs = []
     for name, values in speeds.items():
-        run = {"name": name, "images_per_second": spread(values)}
-        run["to_usual"] = spread([a / b for a, b in zip(values, usual, strict=True)])
+        run = {"name": names[name], "images_per_second": spread(values)}
+        run["to_usual"] = spread([a / b for a, b in zip(values, speeds["usual"], strict=True)])
         runs.append(run | {"first_batch_ms": spread(firsts[name])})
     columns = {"": "name", "images/s": "images_per_second", "x usual": "to_usual"}
     size = mean(os.path.getsize(dataset.path(i)) for i in range(len(dataset)))
     more = {"files": len(dataset), "bytes_per_file": size, "decode_batch_ms": spread(times)}
     report(args, runs, columns | {"first batch (ms)": "first_batch_ms"}, **more)
     print(f"one process decodes a batch in {median(times):.0f} ms; {size / 1000:.0f} KB a file")
+
+
+def load():
+    """One contestant: whole epochs, when the parent process says."""
+    args = told()
+    torch.set_num_threads(1)  # the cores are the workers'; a second thread here would spin on one
+    if args.name == "usual":
+        steps = [transforms.RandomResizedCrop(args.image_size), transforms.RandomHorizontalFlip()]
+        steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+        batches = usual_loader(datasets.ImageFolder(args.root, transforms.Compose(steps)), args)
+        sampler = None
+    else:
+        keep_memory()
+        crop = functools.partial(random_crop, size=args.image_size)
+        dataset = ImageFolder(args.root, corner if args.name == "decoded" else crop)
+        batches, sampler = our_loader(dataset, args)
+    if args.name == "floats":
+        batches = Prefetcher(batches, DEVICE)
+    for line in sys.stdin:
+        images, firsts, start = 0, [], now()
+        while not firsts or now() - start < args.seconds * (int(line) > 0):
+            if sampler:
+                sampler.set_epoch(1000 * int(line) + len(firsts))
+            asked, first = now(), None
+            for _, target in batches:
+                first = first or now() - asked
+                images += len(target)
+            firsts.append(1000 * first)
+        found = {"speed": images / (now() - start), "first_ms": firsts}
+        print("turn", json.dumps(found), flush=True)
 
 
 def corner(image):
@@ -350,6 +370,8 @@ def bare_loop(plain):
     args = told()
     args.pretrained = False
     torch.set_num_threads(CORES)
+    if not plain:
+        keep_memory()
     torch.backends.cudnn.benchmark = True
     dtype = DTYPES["fp32" if plain else args.precision]
     net = build_model(args, 10, DEVICE).train()

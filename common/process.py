@@ -98,8 +98,19 @@ def own_cores(local_world_size):
     return max(1, cores // local_world_size)
 
 
+def keep_memory():
+    """Let this process keep what it frees for its next allocation (glibc only).
+
+    By default malloc() gives large blocks back to the kernel, and gets them anew, zeroed, by a
+    page fault for every 4 KB: on a CPU a seventh of a training step. The peak is the same.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-4, 0)  # M_MMAP_MAX: nothing outside of the heap,
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
+
+
 def pick_device(local_rank, local_world_size, args):
-    """The torch.device of this process, made the current one; also sets the number of CPU threads.
+    """The torch.device of this process, made the current one; also settles threads and memory.
 
     args: `backend` and `sync_bn`, where a script has them. Raises ValueError when the node has
     fewer GPUs than processes (only gloo lets them share one), none where one is needed, or some
@@ -118,6 +129,7 @@ def pick_device(local_rank, local_world_size, args):
             raise ValueError("--backend nccl needs GPUs and this node has none: use gloo")
         if vars(args).get("sync_bn"):
             raise ValueError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs")
+        keep_memory()
         return torch.device("cpu")
     if local_world_size > count and backend != "gloo":
         raise ValueError(

@@ -273,23 +273,16 @@ def test_prefetcher_normalises_once():
     assert list(Prefetcher([], CPU)) == []
 
 
-def test_what_the_prefetcher_gives_stays_as_long_as_anything_holds_it(monkeypatch):
-    """Its memory is used again, and only then: a view or what autograd has saved is a holder."""
-    batches = [(torch.full((2, 3, 4, 4), i, dtype=torch.uint8), torch.zeros(2)) for i in range(8)]
-    every = list(Prefetcher(batches, CPU))
-    assert len({float(images.mean()) for images, _ in every}) == 8
-
-    made, empty = [], np.empty
-    monkeypatch.setattr(np, "empty", lambda *how: made.append(how) or empty(*how))
-    weight = torch.ones(1, requires_grad=True)
-    for i, (images, _) in enumerate(Prefetcher(batches, CPU)):
-        if i == 2:
-            view, loss = images[0, 0], (weight * images).sum()
-        if i == 5:
-            del view
-    assert len(made) == 3, "two in turn, and another for the one that is held"
-    loss.backward()
-    assert weight.grad.item() == every[2][0].sum()
+def test_memory_of_a_batch_is_used_again_on_cpus():
+    """New memory costs a page fault for every 4 KB, until pick_device() has settled it."""
+    lines = ["import torch", "from argparse import Namespace", "from resource import getrusage"]
+    lines += ["from common.process import pick_device", "faults = [getrusage(0).ru_minflt]"]
+    lines += ["for part in range(2):", "    for batch in range(20): torch.ones(16 << 20)"]
+    lines += ["    faults.append(getrusage(0).ru_minflt)", "    pick_device(0, 1, Namespace())"]
+    lines += ["print(*faults)"]
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    start, before, after = map(int, run([PYTHON, "-c", "\n".join(lines)], ROOT, env=env).split())
+    assert (after - before) * 10 < before - start
 
 
 def test_digits_are_written_once_by_processes_that_start_together(tmp_path):

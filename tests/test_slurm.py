@@ -239,7 +239,8 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
 
     def skip_the_delay(count):
         deadline = time.monotonic() + 60
-        while (now := state()) != "RUNNING" or restarts() < count:
+        # The count first: the old run, still RUNNING when asked, must not be taken for the new one.
+        while restarts() < count or (now := state()) != "RUNNING":
             assert time.monotonic() < deadline, f"{now}:\n{output.read_text()}"
             if now == "PENDING":  # while the old run is ending, the delay is set once more
                 slurm("scontrol", "update", f"jobid={number}", "StartTime=now")
