@@ -230,7 +230,7 @@ def usual_loader(dataset, args):
 
 def loader(args):
     """images/s of our loader, of the usual recipe and of decoding alone"""
-    root = os.path.join(args.data or photographs(args.images), "train")
+    root = os.path.abspath(os.path.join(args.data or photographs(args.images), "train"))
     names = {
         "usual": "usual recipe: PIL, normalised floats from the workers",
         "bytes": "ours: bytes from the workers",

@@ -239,10 +239,10 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
 
     def skip_the_delay(count):
         deadline = time.monotonic() + 60
-        # The count first: the old run, still RUNNING when asked, must not be taken for the new one.
-        while restarts() < count or (now := state()) != "RUNNING":
-            assert time.monotonic() < deadline, f"{now}:\n{output.read_text()}"
-            if now == "PENDING":  # while the old run is ending, the delay is set once more
+        # The count first: the old run, still running when asked, must not be taken for the new one.
+        while restarts() < count or state() != "RUNNING":
+            assert time.monotonic() < deadline, f"{state()}:\n{output.read_text()}"
+            if state() == "PENDING":  # while the old run is ending, the delay is set once more
                 slurm("scontrol", "update", f"jobid={number}", "StartTime=now")
             time.sleep(0.5)
 
