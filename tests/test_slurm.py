@@ -243,8 +243,10 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
         while restarts() < count or state() != "RUNNING":
             assert time.monotonic() < deadline, f"{state()}:\n{output.read_text()}"
             if state() == "PENDING":  # while the old run is ending, the delay is set once more
-                slurm("scontrol", "update", f"jobid={number}", "StartTime=now")
-            time.sleep(0.5)
+                # Not at once: a job that starts within a second of its end fails, "revoked".
+                slurm("scontrol", "update", f"jobid={number}", "StartTime=now+3")
+                time.sleep(6)
+            time.sleep(0.2)
 
     wait_for(r"epoch 1 \[")
     slurm("scancel", "--signal=USR1", number)  # what --signal sends before the time limit
