@@ -109,8 +109,8 @@ def main():
     timeout = timedelta(seconds=args.dist_timeout)
     gpu = device if backend == "nccl" else None  # told, not guessed from the rank
     store = fresh_store(rank, world_size, timeout)
-    dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=gpu)
     end_on_error(rank, world_size, args)
+    dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=gpu)
 
     # Data. Each process reads its own share; of the validation set every image is in one share.
     share = args.batch_size // world_size
@@ -238,7 +238,7 @@ def validate(loader, net, device, rank, world_size, args):
     net.eval()
     for images, target in Prefetcher(loader, device):
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-            output = net(images)  # not `model`: it would wait for processes with no batch left
+            output = net(images)  # DDP would wait here for processes with no batch left
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)

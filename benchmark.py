@@ -592,7 +592,8 @@ def strategies(args):
                     f"error: {shlex.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
                 )
             with open(f"{copies[bound]}/run/metrics.jsonl") as file:
-                found.append(median([json.loads(row)["images_per_second"] for row in file][1:]))
+                speed = median([json.loads(row)["images_per_second"] for row in file][1:])
+            found.append(round(speed, 1))  # now: the picture and the tables show the same
             print(f"{number + 1}/{len(order)}", *case, f"{found[-1]:.0f} images/s", flush=True)
 
     runs = []

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from common.checkpoint import load_checkpoint, open_folder, restore, save_checkpoint
 from common.data import DIGITS, IMAGENET, Seeded, TrainSampler, image_folders, make_loader
 from common.errors import ArgumentParser, at_least, end_on_error, user_errors
-from common.metrics import AverageMeter, ProgressMeter, accuracy, preflight
+from common.metrics import AverageMeter, ProgressMeter, accuracy, gather, preflight
 from common.model import build_model
 from common.prefetcher import Prefetcher
 from common.process import Stop, own_cores, pick_device, seed_step
@@ -63,6 +63,8 @@ def main():
     with user_errors(local_rank):
         args = parse_args()
         device = pick_device(local_rank, local_world_size, args)
+        if args.compile and torch.cuda.device_count() > 1:
+            raise ValueError("--compile cannot compile copies: use one GPU, or distributed.py")
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         checkpoint = load_checkpoint(args, train_set)
@@ -99,6 +101,7 @@ def main():
     run = vars(args) | {"launcher": launcher, "engine": backend, "nodes": nodes}
     run |= {"world_size": world_size, "images": len(train_set), "classes": len(train_set.classes)}
     epoch, step, best_acc1 = restore(checkpoint, parts)
+    net = model  # from here on: it is evaluated on all GPUs too
     steps = train_sampler.steps  # of an epoch
     last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)  # over all epochs
     stopping = False
@@ -135,7 +138,7 @@ def main():
             save_now = args.checkpoint_freq and step % args.checkpoint_freq == 0 and step < end
             # Not every step: reading a number makes the CPU wait for the GPU, and this for all.
             if step % args.print_freq == 0 or step == end or save_now:
-                sums[3] = stop.requested
+                sums[3] = stop.requested  # if one process is to stop, all do
                 *values, stopping = sums.tolist()
                 progress.update(step, values)
                 sums.zero_()
@@ -181,7 +184,7 @@ def validate(loader, net, device, rank, world_size, args):
     net.eval()
     for images, target in Prefetcher(loader, device):
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-            output = net(images)  # not `model`: it would wait for processes with no batch left
+            output = net(images)  # DDP would wait here for processes with no batch left
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)
@@ -191,7 +194,7 @@ def validate(loader, net, device, rank, world_size, args):
     *values, count = sums.tolist()
     assert round(count * world_size) == len(loader.dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
-    shares = [found.cpu()] if args.predictions else None
+    shares = gather(found.cpu()) if args.predictions else None
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     if rank == 0 and shares:

@@ -206,7 +206,7 @@ def validate(loader, net, device, rank, world_size, args):
     net.eval()
     for images, target in Prefetcher(loader, device):
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-            output = net(images)  # not `model`: it would wait for processes with no batch left
+            output = net(images)  # DDP would wait here for processes with no batch left
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)

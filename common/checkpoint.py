@@ -218,6 +218,8 @@ def _link(source, target):
         os.link(source, new)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, new)
+        with open(new, "rb+") as file:
+            _sync(file)
     os.replace(new, target)
 
 

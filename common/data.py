@@ -216,8 +216,8 @@ def make_loader(dataset, sampler, batch_size, workers, device):
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
     )
     if workers:
-        # Forked now, with nothing to fetch yet: in a later fork a thread of the process group may
-        # hold a lock that the child waits for without end (python/cpython#112275).
+        # Forked now, with nothing to fetch yet, and before the first collective: later, a thread of
+        # gloo's may hold a lock that the child waits for without end (python/cpython#112275).
         loader.batch_sampler.sampler = ()
         iterator = iter(loader)
         loader.batch_sampler.sampler = sampler

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 
+import torch
 import torch.distributed as dist
 
 from .prefetcher import Prefetcher
@@ -90,23 +91,25 @@ def end_on_error(rank, world_size, args):
 
     An error is an uncaught exception, or no batch taken in for args.dist_timeout seconds, where
     the script has that flag: whatever the main thread waits for, it does not wait for ever. Call
-    it after init_process_group, which puts its own sys.excepthook around the present one. An
-    orderly exit could hang: loader workers ignore SIGTERM (see Stop), and destroying the group
-    waits for processes that may wait for this one.
+    it before init_process_group, in which NCCL can wait without a limit. An orderly exit could
+    hang: loader workers ignore SIGTERM (see Stop), and destroying the group waits for processes
+    that may wait for this one.
     """
     first = threading.Lock()
+    Prefetcher.step_done = time.monotonic()  # nothing yet, but from now on there is a limit
 
     def end(frames, lines, reason):
         first.acquire()  # the main thread and the watch may come at the same time
         try:
-            known = [f.f_locals for f in frames if {"epoch", "step"} <= f.f_locals.keys()]
+            known = [f.f_locals for f in frames if {"epoch", "step"} <= set(f.f_locals)]
             where = "".join(" at epoch {epoch} step {step}".format(**names) for names in known[:1])
             if "gloo" in reason or "nccl" in reason.lower() or "no batch" in reason:
                 reason += _missing(rank, world_size)
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
-            sys.stderr.write("".join([*lines, f"rank {rank} failed{where}: {reason}\n"]))
-            sys.stderr.flush()
+            # Not sys.stderr: torch's hook around this one keeps that until it returns.
+            sys.__stderr__.write("".join([*lines, f"rank {rank} failed{where}: {reason}\n"]))
+            sys.__stderr__.flush()
         finally:
             os._exit(1)  # also when nobody reads what is written: a closed pipe is an error
 
@@ -118,8 +121,7 @@ def end_on_error(rank, world_size, args):
     def watch():
         end_in = kill_timer()
         # NCCL's own watch would be first by a little, and aborts without epoch, step and rank.
-        nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-        limit = timeout * 0.9 if nccl else timeout
+        limit = timeout * 0.9 if torch.cuda.is_available() else timeout
         while time.monotonic() - Prefetcher.step_done < limit:
             end_in(timeout + 30)  # more than it takes to say why: that is for the code below
             time.sleep(1)

@@ -14,8 +14,8 @@ from .records import add_curves
 class AverageMeter:
     """The latest value of something and its running mean."""
 
-    def __init__(self, name, digits=3):
-        self.name, self.digits = name, digits
+    def __init__(self, name):
+        self.name = name
         self.reset()
 
     def reset(self):
@@ -32,7 +32,7 @@ class AverageMeter:
         return self.sum / max(self.count, 1)
 
     def __str__(self):
-        return f"{self.name} {self.val:.{self.digits}f} ({self.avg:.{self.digits}f})"
+        return f"{self.name} {self.val:.3f} ({self.avg:.3f})"
 
 
 class ProgressMeter:
@@ -72,7 +72,6 @@ class ProgressMeter:
             print(f"epoch {self.epoch} [{self.step}/{self.last}]", *parts, sep="  ", flush=True)
             return
         if self.bar is None:
-            tqdm.monitor_interval = 0  # no thread of its own beside those that fork loader workers
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
             span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
             self.bar = tqdm(**span, bar_format=form, file=sys.stdout, dynamic_ncols=True)
@@ -119,8 +118,11 @@ def reduce_mean(tensor, world_size):
 def gather(share):
     """The shares of all processes, a list by rank. All of them must call it, not only rank 0.
 
-    They travel as pickles, so that they may differ in size: give it tensors on the CPU.
+    They travel as pickles, so that they may differ in size: give it tensors on the CPU. Without a
+    process group there is one.
     """
+    if not dist.is_initialized():
+        return [share]
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, share)
     return shares

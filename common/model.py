@@ -24,8 +24,11 @@ def build_model(args, num_classes, device):
         with torch.no_grad():
             output = net.eval()(image.contiguous(memory_format=torch.channels_last))
     except Exception as error:
+        reason = first_line(error)
+        if "CUDA" in reason or "cuDNN" in reason:  # such as a GPU that others have filled
+            raise ValueError(f"{device} cannot run {args.arch}: {reason}") from None
         size = f"--image-size {args.image_size}"
-        raise ValueError(f"{args.arch} cannot take {size}: {first_line(error)}") from None
+        raise ValueError(f"{args.arch} cannot take {size}: {reason}") from None
     if getattr(output, "shape", None) != (1, num_classes):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
         raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")

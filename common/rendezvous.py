@@ -74,7 +74,7 @@ def processes_per_task(tasks, visible, on_node, nprocs=None, share=False):
         raise ValueError(
             f"{tasks} tasks x {each} processes on a node with {gpus} GPUs: start one task per GPU, "
             f"srun --ntasks-per-node={gpus} --gpus-per-node={gpus} python ..., or one per node, "
-            f"srun --ntasks-per-node=1 --gpus-per-node={gpus} python ..."
+            f"srun --ntasks-per-node=1 --gpus-per-node={gpus} python ..., with its cores: -c N"
         )
     return each
 
