@@ -8,7 +8,7 @@
 #
 #   NGPU=2 ./start.sh distributed    how many processes (default: one per GPU; 2 without GPUs)
 #   CUDA_VISIBLE_DEVICES=4,5 ./start.sh   which GPUs
-#   NNODES=2 NGPU=4 ./start.sh slurm      how many nodes, and GPUs on each
+#   NNODES=2 NGPU=4 NCPU=32 ./start.sh slurm      how many nodes; GPUs and cores of each
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -52,7 +52,7 @@ case $name in
         command -v horovodrun >/dev/null || { echo "error: needs Horovod: run tools/install_horovod.sh" >&2; exit 2; }
         run horovodrun -np "$NGPU" python horovod_distributed.py "$@"
         ;;
-    slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" python distributed_slurm_main.py "$@" ;;
+    slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" -c "${NCPU:-$(nproc)}" python distributed_slurm_main.py "$@" ;;
     test)
         python -m pip install --quiet -r requirements-dev.txt
         run python -m pytest "$@"
