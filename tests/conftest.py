@@ -2,10 +2,12 @@
 
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -25,14 +27,26 @@ def torchrun(processes, script="distributed.py"):
     return [*run, f"--nproc-per-node={processes}", str(ROOT / script)]
 
 
+HOROVODRUN = [Path(PYTHON).parent / "horovodrun", "-np", 2, PYTHON]
+
+
+def needs_horovod():
+    if not HOROVODRUN[0].exists() and "CI" not in os.environ:
+        pytest.skip("Horovod is not installed: tools/install_horovod.sh")
+
+
 class Job:
     """A command in a session of its own, whose every descendant can be found."""
+
+    started, gpu = [], False  # in this test; whether it is one that needs a GPU
 
     def __init__(self, command, cwd, env=None):
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
         # A user's command line: no thread count, no ranks, no launcher's variables.
         clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
+        if not self.gpu:  # what the tests hold to the bit is bits of CPUs
+            clean["CUDA_VISIBLE_DEVICES"] = ""
         self.process = subprocess.Popen(
             list(map(str, command)),
             cwd=cwd,
@@ -45,6 +59,15 @@ class Job:
             text=True,
             start_new_session=True,
         )
+        self.lines = queue.SimpleQueue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        self.started.append(self)
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put("")
 
     def pids(self):
         """Every live process that this job has started, itself included."""
@@ -67,15 +90,20 @@ class Job:
                 continue
 
     def wait(self, timeout):
-        """(exit code, output). Fails, and kills, when it takes longer or leaves a process."""
-        try:
-            output, _ = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        """(exit code, output since wait_for). Fails, and kills, when it takes longer.
+
+        So too when it leaves a process.
+        """
+        self.reader.join(timeout)  # as long as any process can write
+        if late := self.reader.is_alive():
             self.kill(signal.SIGABRT)  # faulthandler says where each thread is
             time.sleep(3)
             self.kill()
-            output, _ = self.process.communicate(timeout=20)
+            self.reader.join(20)
+        output = "".join(self.lines.get() for _ in range(self.lines.qsize()))
+        if late:
             pytest.fail(f"{self.process.args} took more than {timeout} s:\n{output}")
+        self.process.wait(20)
         deadline = time.monotonic() + 10
         while self.pids() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -87,14 +115,28 @@ class Job:
     def wait_for(self, pattern, timeout=60):
         """Read the output until a line matches; returns what was read."""
         seen, deadline = "", time.monotonic() + timeout
-        for line in self.process.stdout:
+        while line := self.line(deadline):
             seen += line
             if re.search(pattern, line):
                 return seen
-            if time.monotonic() > deadline:
-                break
         self.kill()
         pytest.fail(f"{pattern!r} not in the output of {self.process.args}:\n{seen}")
+
+    def line(self, deadline):
+        """The next line, or "" when there is none until then, by time.monotonic(), or any more."""
+        try:
+            return self.lines.get(timeout=max(0.01, deadline - time.monotonic()))
+        except queue.Empty:
+            return ""
+
+
+@pytest.fixture(autouse=True)
+def no_job_outlives_its_test(request):
+    Job.gpu = request.node.get_closest_marker("gpu") is not None
+    yield
+    for job in Job.started:
+        job.kill()
+    Job.started.clear()
 
 
 def run(command, cwd, timeout=150, env=None, code=0):
@@ -120,13 +162,13 @@ def rows(folder, timings=True):
 
 def same_state(a, b):
     """Whether two checkpoints hold the same to the bit: weights, buffers, momentum, meters."""
-    tensors = [a["state_dict"][key].equal(b["state_dict"][key]) for key in a["state_dict"]]
-    momentum = [c["optimizer"]["state"] for c in (a, b)]
-    for i in momentum[0]:
-        x, y = (m[i]["momentum_buffer"] for m in momentum)
-        tensors.append(x.equal(y))
+    weights, others = a["state_dict"], b["state_dict"]
+    momentum, other = a["optimizer"]["state"], b["optimizer"]["state"]
+    assert momentum and momentum.keys() == other.keys() and weights.keys() == others.keys()
+    same = [weights[key].equal(others[key]) for key in weights]
+    same += [momentum[i]["momentum_buffer"].equal(other[i]["momentum_buffer"]) for i in momentum]
     keys = ("epoch", "step", "best_acc1", "meters", "scaler")
-    return all(tensors) and all(a[key] == b[key] for key in keys)
+    return all(same) and all(a[key] == b[key] for key in keys)
 
 
 def last_result(output):

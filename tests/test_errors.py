@@ -126,6 +126,15 @@ def test_once_under_torchrun_too(flags, folders, tmp_path):
     assert "exitcode  : 2" in output and "distributed.py FAILED" in output
 
 
+def test_copies_cannot_be_compiled(work):
+    """With several GPUs, which are made up: each copy would run as if there was no such flag."""
+    code = "import torch, dataparallel; torch.cuda.device_count = lambda: 2; "
+    code += "dataparallel.pick_device = lambda *_: torch.device('cpu'); dataparallel.main()"
+    command = [PYTHON, "-c", code, *SMALL, "--compile"]
+    output = run(command, work, env={"PYTHONPATH": str(ROOT)}, code=2, timeout=60)
+    assert output == "error: --compile cannot compile copies: use one GPU, or distributed.py\n"
+
+
 def test_partly_set_variables(work):
     for env, missing in (
         ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"),

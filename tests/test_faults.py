@@ -4,6 +4,7 @@ A run is compared with the uninterrupted one to the bit: weights, buffers, momen
 best accuracy and every line of metrics.jsonl but for its timings.
 """
 
+import contextlib
 import functools
 import os
 import random
@@ -17,17 +18,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PYTHON, ROOT, Job, load, rows, run, same_state, torchrun
+from conftest import (
+    HOROVODRUN,
+    PYTHON,
+    ROOT,
+    Job,
+    load,
+    needs_horovod,
+    rows,
+    run,
+    same_state,
+    torchrun,
+)
 
 from tests import nets
 
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
 FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
 FLAGS += "--checkpoint-freq 5 --max-steps 45 -j 1".split()
+SOAK = [pytest.mark.soak, pytest.mark.timeout(7200)]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SPAWN = [PYTHON, ROOT / "multiprocessing_distributed.py", "--nprocs=2"]
 DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
-HOROVODRUN = [Path(PYTHON).parent / "horovodrun", "-np", 2, PYTHON]
 # How each script is started with two processes; Slurm's has tests of its own, on a cluster.
 SCRIPTS = {
     "dataparallel": ([PYTHON, ROOT / "dataparallel.py"], {}),
@@ -76,7 +88,8 @@ def processes(job):
 
 
 def same_run(folder, reference):
-    assert same_state(load(folder), load(reference))
+    for name in ("checkpoint.pth", "model_best.pth"):
+        assert same_state(load(folder, name), load(reference, name))
     assert rows(folder, timings=False) == rows(reference, timings=False)
     assert sorted(os.listdir(folder)) == sorted(os.listdir(reference))  # no temporary file
 
@@ -100,13 +113,11 @@ def straight(work):
 
 
 def resumed_where_it_stood(output, state):
+    """Whether it says so, and its first step is indeed the next one."""
     place = f"at epoch {state['epoch']} step {state['step']}"
-    return re.search(f"resumed from .*/checkpoint.pth {place}", output)
-
-
-def needs_horovod(name):
-    if name == "horovod" and not HOROVODRUN[0].exists() and "CI" not in os.environ:
-        pytest.skip("Horovod is not installed: tools/install_horovod.sh")
+    first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+) \[(\d+)/", output, re.M)
+    goes_on = first and (int(first[1]), int(first[2])) == (state["epoch"], state["step"] + 1)
+    return goes_on and re.search(f"resumed from .*/checkpoint.pth {place}", output)
 
 
 def kill_and_go_on(name, victims, moment, folder, work, more=()):
@@ -128,10 +139,11 @@ def kill_and_go_on(name, victims, moment, folder, work, more=()):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     """One worker, then the launcher; twice in one epoch, at steps that no seed chooses."""
-    needs_horovod(name)
+    if name == "horovod":
+        needs_horovod()
     folder = tmp_path / "c"
     job = start(name, folder, work)
-    job.wait_for(rf"epoch 0 \[{random.randrange(6, 14)}/")
+    job.wait_for(rf"epoch 0 \[{random.randrange(6, 12)}/")
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     code, output = job.wait(60)
     assert code != 0
@@ -139,7 +151,7 @@ def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     assert (first["epoch"], first["step"]) >= (0, 5)
 
     job = start(name, folder, work, "--resume", "auto")
-    output = job.wait_for(rf"epoch 0 \[{random.randrange(17, 28)}/")
+    output = job.wait_for(rf"epoch 0 \[{random.randrange(17, 23)}/")
     assert resumed_where_it_stood(output, first), output
     os.kill(processes(job)[0], signal.SIGKILL)
     job.wait(60)
@@ -167,11 +179,11 @@ def test_a_launcher_killed_while_its_processes_start(name, work, tmp_path):
     assert code == -signal.SIGKILL and not (tmp_path / "c").exists(), output
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_all_killed_with_any_number_of_workers(workers, work, straight, tmp_path):
-    more = ["-j", str(workers)]
-    state = kill_and_go_on("distributed", "all", r"epoch 1 \[3/", tmp_path / "c", work, more)
-    assert state["epoch"] == 1  # the one of the epoch's end
+@pytest.mark.parametrize(("workers", "epoch"), [("0", 0), ("2", 0), ("0", 1)])
+def test_all_killed_with_any_number_of_workers(workers, epoch, work, straight, tmp_path):
+    more, moment = ["-j", workers], rf"epoch {epoch} \[{3 if epoch else 13}/"
+    state = kill_and_go_on("distributed", "all", moment, tmp_path / "c", work, more)
+    assert state["epoch"] == epoch and bool(state["step"]) != epoch  # 1: the one of epoch 0's end
     same_run(tmp_path / "c", straight("distributed"))
 
 
@@ -189,6 +201,8 @@ def test_four_processes_end_within_rounding(work, tmp_path):
     for key, weight in a["state_dict"].items():
         torch.testing.assert_close(weight, b["state_dict"][key], atol=1e-5, rtol=1e-4)
     assert (a["epoch"], a["step"]) == (b["epoch"], b["step"])
+    losses = [row["train_loss"] for name in "ab" for row in rows(tmp_path / name)]
+    assert len(losses) == 4 and losses[:2] == pytest.approx(losses[2:], abs=1e-5)
 
 
 # Names each call of the functions that write files, and kills its process before the n-th.
@@ -214,7 +228,7 @@ sys.exit(distributed.main())
 """
 
 
-@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=SOAK)])
 def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
     """At an epoch's end there are four. As a soak: at every moment of a run that saves thrice."""
     script = tmp_path / "killer.py"
@@ -225,7 +239,8 @@ def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
     output = run([*command, tmp_path / "a"], work, env=env | {"KILL_AT": "0"})
     calls = re.findall(r"^call (.*)", output, re.M)
     best = calls.index("replace model_best.pth") + 1
-    assert len(calls) > 20
+    synced = [call for call in calls if re.fullmatch(r"fsync checkpoint\.pth\.\d+\.tmp", call)]
+    assert calls.count("replace checkpoint.pth") == len(synced) == 3
     assert calls[best : best + 4 : 3] == ["fsync metrics.jsonl", "replace checkpoint.pth"]
     for at in (best + 1, best + 2, best + 4) if sample else range(1, len(calls) + 1):
         folder = tmp_path / str(at)
@@ -241,18 +256,20 @@ def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("round", range(30))
 def test_soak_of_kills(round, work, straight, tmp_path):
     """Any script, any victim, three times: while it starts, at any line, or soon after one."""
     name = list(SCRIPTS)[round % len(SCRIPTS)]
-    needs_horovod(name)
+    if name == "horovod":
+        needs_horovod()
     folder, kills = tmp_path / "c", []
     while len(kills) < 3:
         more = ["-j", random.choice("012"), *(["--resume", "auto"] if folder.exists() else [])]
         job = start(name, folder, work, *more)
         lines = random.choice([0, random.randrange(1, 25)])
         for _ in range(lines):
-            job.process.stdout.readline()
+            job.line(time.monotonic() + 60)
         time.sleep(random.uniform(0, 0.5 if lines else 6))
         launcher, *groups = processes(job)
         victim = random.choice([[launcher], groups[0][:1], groups[0][-1:], groups[1][:1]])
@@ -275,7 +292,7 @@ def test_torchrun_restarts_a_killed_worker_by_itself(work, straight, tmp_path):
     job.wait_for(r"epoch 0 \[13/")
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     output = finish(job)
-    assert re.search(r"resumed from .* at epoch 0 step 1\d", output), output
+    assert re.search(r"resumed from .* at epoch 0 step \d+", output), output
     same_run(tmp_path / "c", straight("distributed"))
 
 
@@ -302,12 +319,15 @@ SIGNALS = {
     "mp.spawn at the terminal": ("multiprocessing", "group", signal.SIGINT, 75),
     "the only process": ("dataparallel", "launcher", signal.SIGUSR1, 75),
     "the only process at the terminal": ("dataparallel", "group", signal.SIGINT, 75),
+    "horovodrun": ("horovod", "launcher", signal.SIGTERM, 1),
 }
 
 
 @pytest.mark.parametrize("case", SIGNALS)
 def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
     name, who, number, expected = SIGNALS[case]
+    if name == "horovod":
+        needs_horovod()
     began = time.monotonic()
     job = start(name, tmp_path / "c", work, "--checkpoint-freq", "0")
     job.wait_for(r"epoch 0 \[4/")
@@ -324,7 +344,8 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
     state = load(tmp_path / "c")
     assert 4 <= state["epoch"] * 29 + state["step"] < 45
     assert "saved: --resume auto goes on" in output
-    finish(start(name, tmp_path / "c", work, "--resume", "auto", "--checkpoint-freq", "0"))
+    output = finish(start(name, tmp_path / "c", work, "--resume", "auto", "--checkpoint-freq", "0"))
+    assert resumed_where_it_stood(output, state), output
     same_run(tmp_path / "c", straight(name))
 
 
@@ -352,7 +373,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(1)
     os.kill(stuck, signal.SIGTERM)
-    time.sleep(2.5)
+    time.sleep(4)
     assert stuck in job.pids()
     os.kill(stuck, signal.SIGTERM)
     code, _ = job.wait(40)
@@ -376,7 +397,7 @@ def test_the_number_of_processes_may_change(work, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=SOAK)])
 def test_good_runs_end_well(count, work, tmp_path):
     flags = [*FLAGS, "--max-steps", "3", "--checkpoint-dir", tmp_path / "c"]
     for _ in range(count):
@@ -432,9 +453,14 @@ def test_a_damaged_checkpoint_is_named_once_and_the_previous_one_taken(work, str
     folder = tmp_path / "c"
     finish(start("distributed", folder, work, "--max-steps", "10"))
     (folder / "checkpoint.pth").write_bytes((folder / "checkpoint.pth").read_bytes()[:-100])
-    output = finish(start("distributed", folder, work, "--resume", "auto"))
+    output = finish(start("distributed", folder, work, "--resume", "auto", "--max-steps", "5"))
     assert output.count(f"{folder}/checkpoint.pth is damaged (") == 1
     assert f"resumed from {folder}/checkpoint.prev.pth at epoch 0 step 5" in output
+    # It has saved nothing; but the next save must not put the damaged one in the place of this.
+    names = ("checkpoint.pth", "checkpoint.prev.pth")
+    assert same_state(*(load(folder, name) for name in names))
+    output = finish(start("distributed", folder, work, "--resume", "auto"))
+    assert resumed_where_it_stood(output, {"epoch": 0, "step": 5}), output
     same_run(folder, straight("distributed"))
 
 
@@ -478,7 +504,7 @@ def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
     sent = time.monotonic()
     code, output = job.wait(60)
     assert code == 1 and time.monotonic() - sent < 10 + 7 + 30 + 8
-    pattern = r"rank (\d) failed at epoch 0 step 1\d: .*; no sign of rank (\d)"
+    pattern = r"rank (\d) failed at epoch 0 step \d+: .*; no sign of rank (\d)"
     (found,) = re.findall(pattern, output)
     assert set(found) == {"0", "1"}
     finish(start("distributed", tmp_path / "c", work, "--resume", "auto"))
@@ -493,7 +519,15 @@ def test_a_run_that_waits_for_images_ends_too(work, tmp_path):
         os.kill(pid, signal.SIGSTOP)
     code, output = job.wait(60)
     assert code == 1 and "no batch for 10 s; it waits as above" in output
-    assert re.search(r"rank \d failed at epoch 0 step 1\d: no batch", output)
+    assert re.search(r"rank \d failed at epoch 0 step \d+: no batch", output)
+
+
+def test_a_process_that_never_gets_to_its_first_batch_ends_too():
+    """NCCL's set-up has no limit of its own."""
+    code = "import time, types; from common.errors import end_on_error; "
+    code += "end_on_error(3, 4, types.SimpleNamespace(dist_timeout=1)); time.sleep(100)"
+    output = run([PYTHON, "-c", code], ROOT, timeout=50, code=1)
+    assert re.search(r"rank 3 failed: no batch for (1|0.9) s; it waits as above\n$", output), output
 
 
 def test_an_error_ends_a_process_that_nobody_listens_to(tmp_path):
@@ -516,19 +550,21 @@ class Hosts:
         self.cables = [f"cable{side}{os.getpid()}" for side in "ab"]
 
     def __enter__(self):
-        for name in self.names:
-            self.ip(f"netns add {name}")
-            self.ip(f"-n {name} link set lo up")
-        (a, b), (left, right) = self.names, self.cables
-        self.ip(f"link add {left} netns {a} type veth peer name {right} netns {b}")
-        for i, (name, cable) in enumerate(zip(self.names, self.cables, strict=True)):
-            self.ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev {cable}")
-        self.cable("up")
+        with contextlib.ExitStack() as stack:
+            for name in self.names:
+                self.ip(f"netns add {name}")
+                stack.callback(self.ip, f"netns del {name}")
+                self.ip(f"-n {name} link set lo up")
+            (a, b), (left, right) = self.names, self.cables
+            self.ip(f"link add {left} netns {a} type veth peer name {right} netns {b}")
+            for i, (name, cable) in enumerate(zip(self.names, self.cables, strict=True)):
+                self.ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev {cable}")
+            self.cable("up")
+            self.undo = stack.pop_all()
         return self
 
     def __exit__(self, *_):
-        for name in self.names:
-            self.ip(f"netns del {name}")
+        self.undo.close()
 
     def cable(self, state):
         for name, cable in zip(self.names, self.cables, strict=True):
@@ -574,7 +610,7 @@ def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
         codes, outputs = zip(*[job.wait(limit + 30 + 15) for job in jobs], strict=True)
         # On a machine of its own 16 s and, for the launcher of the stopped one, 41 s.
         assert codes == (1, 1) and time.monotonic() - cut < limit + 30 + 15, outputs
-        said = [re.search(r"rank \d failed at epoch 0 step 1\d: .*", text) for text in outputs]
+        said = [re.search(r"rank \d failed at epoch 0 step \d+: .*", text) for text in outputs]
         assert said[0] and "no sign of rank 1" in said[0][0], outputs
         assert bool(said[1]) == (fault == "cable"), outputs
         hosts.cable("up")

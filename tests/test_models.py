@@ -7,6 +7,7 @@ import torch
 from torchvision import models
 
 from common import build_model
+from tests import nets
 
 CPU = torch.device("cpu")
 # What does not take 64 pixels, and the size that it does take.
@@ -56,8 +57,18 @@ def test_a_few_models(arch, image_size):
     train_a_step(arch, image_size)
 
 
+def test_a_gpu_that_fails_is_not_put_down_to_the_image_size(monkeypatch):
+    def fail(num_classes):
+        raise RuntimeError("CUDA out of memory. Tried to allocate\nfurther lines")
+
+    monkeypatch.setattr(nets, "plain", fail)
+    expected = "^cpu cannot run tests.nets:plain: CUDA out of memory. Tried to allocate$"
+    with pytest.raises(ValueError, match=expected):
+        build_model(arguments("tests.nets:plain"), 10, CPU)
+
+
 def test_pretrained_weights_but_for_another_head(tmp_path, monkeypatch):
-    """From a file as torchvision caches it: the index of this machine has no weights."""
+    """From a file as torchvision caches it: a test downloads nothing."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     weights = models.get_model_weights("resnet18").DEFAULT

@@ -2,11 +2,10 @@
 
 import csv
 import re
-import shutil
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, load, run, torchrun
+from conftest import HOROVODRUN, PYTHON, ROOT, load, needs_horovod, run, torchrun
 from torch.nn.functional import softmax
 
 from common import Prefetcher, image_folders, make_loader
@@ -18,7 +17,7 @@ SCRIPTS = ["distributed", "dataparallel", "multiprocessing_distributed", "distri
 SCRIPTS += ["apex_distributed", "horovod_distributed"]
 NORMED = "--arch tests.nets:normed --image-size 24 --batch-size 48 --workers 1".split()
 SPAWN = [PYTHON, ROOT / "multiprocessing_distributed.py", "--nprocs=2"]
-HOROVOD = [*"horovodrun -np 2".split(), PYTHON, ROOT / "horovod_distributed.py"]
+HOROVOD = [*HOROVODRUN, ROOT / "horovod_distributed.py"]
 DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
 
 
@@ -46,8 +45,7 @@ def trained(work):
 )
 def test_every_image_is_predicted_once_in_order(command, env, work, trained, tmp_path):
     if command is HOROVOD:
-        command = [shutil.which("horovodrun", path=str(PYTHON).rpartition("/")[0]), *HOROVOD[1:]]
-        assert command[0], "Horovod is not installed: tools/install_horovod.sh"
+        needs_horovod()
     flags = [*NORMED, "--batch-size", "42", "-e", "--resume", trained / "checkpoint.pth"]
     run([*command, *flags, "--predictions", tmp_path / "p.csv"], work, env=env)
     assert [path.name for path in tmp_path.iterdir()] == ["p.csv"]
@@ -137,7 +135,7 @@ def test_tensorboard_that_is_missing_is_said(work, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_is_one_screen(script, work):
     if script == "horovod_distributed":
-        assert shutil.which("horovodrun", path=str(PYTHON).rpartition("/")[0])
+        needs_horovod()
     output = run([PYTHON, ROOT / f"{script}.py", "--help"], work, env=DOUBLE)
     lines = output.splitlines()
     assert len(lines) <= 42 and max(map(len, lines)) <= 80, output

@@ -6,6 +6,7 @@ The GPUs of its nodes are not there: Slurm gives them out, the processes train o
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -33,12 +34,14 @@ pytestmark = pytest.mark.skipif(
 def cluster(tmp_path_factory):
     folder, cores = tmp_path_factory.mktemp("slurm") / "two", os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:2])
-    subprocess.run([CLUSTER, "start", folder], check=True, timeout=60)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-        yield
-    subprocess.run([CLUSTER, "stop", folder], check=True, timeout=60)
-    os.sched_setaffinity(0, cores)
+    try:
+        subprocess.run([CLUSTER, "start", folder], check=True, timeout=60)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+            yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        subprocess.run([CLUSTER, "stop", folder], check=True, timeout=60)
     assert not folder.exists()
     assert not [pid for pid in pids() if f"{folder}/" in said(pid, "cmdline")]
 
@@ -127,7 +130,8 @@ def test_command_of_the_documents(command, work, tmp_path):
     for name in ("start.sh", "common", "tests", SCRIPT.name):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data").symlink_to(work / "data")
-    line = command.replace("/path/to/imagenet", "data/digits --epochs 1").split()
+    line = command.replace("/path/to/imagenet", "data/digits --epochs 1")
+    line = re.sub(r"-c (\d+)", lambda c: f"-c {int(c[1]) // 4}", line).split()  # 8 cores a node
     output = run(
         [*line, *NORMED, "--max-steps", "2"],
         tmp_path,
@@ -171,7 +175,7 @@ def test_without_srun_it_says_how_to_use_it(launcher, tmp_path):
     else:
         output = run(command, tmp_path, code=2)
     (line,) = output.splitlines()
-    assert line.startswith("error: not a task of srun: srun -K -N2 --gres gpu:4 python dist")
+    assert line.startswith("error: not a task of srun: srun -K -N2 --gres gpu:4 -c 32 python dist")
 
 
 def test_a_folder_that_is_not_there(work):
@@ -209,6 +213,19 @@ def test_a_killed_process_ends_the_step_and_the_next_run_is_not_disturbed(shape,
     stale.unlink()
 
 
+def test_sigusr1_to_srun_saves_and_ends_all(work, two, tmp_path):
+    """Not SIGTERM: for that srun kills the tasks at once."""
+    flags = [*NORMED, "--epochs", "2", "--checkpoint-dir", tmp_path / "run"]
+    job = Job(srun("-N2 --gres gpu:1", *flags), work, THREADS)
+    job.wait_for(r"epoch 0 \[5/")
+    job.process.send_signal(signal.SIGUSR1)
+    code, output = job.wait(60)
+    assert code == 75 and "saved: --resume auto goes on" in output, output
+    output = run(srun("-N2 --gres gpu:1", *flags, "--resume", "auto"), work, env=THREADS)
+    assert "resumed from" in output
+    assert same_state(load(tmp_path / "run"), load(two[0]))
+
+
 @pytest.mark.slow
 def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_path):
     flags = [*NORMED, "--epochs", "10", "--checkpoint-freq", "10"]
@@ -220,7 +237,7 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
     submit = ["sbatch", *edit, ROOT / "distributed_slurm.sbatch", *flags, "--dist-file", "file"]
     path = os.path.dirname(PYTHON) + ":" + os.environ["PATH"]
     job = Job(submit, tmp_path, THREADS | {"PATH": path})
-    number = re.search(r"Submitted batch job (\d+)", job.process.communicate(timeout=30)[0])[1]
+    number = re.search(r"job (\d+)", job.wait_for("Submitted batch job"))[1]
     output = tmp_path / f"imagenet-{number}.out"
 
     def state():
