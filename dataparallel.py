@@ -100,7 +100,7 @@ def main():
     parts = net, optimizer, scaler, meters  # what a checkpoint holds, and of which run it is
     run = vars(args) | {"launcher": launcher, "engine": backend, "nodes": nodes}
     run |= {"world_size": world_size, "images": len(train_set), "classes": len(train_set.classes)}
-    epoch, step, best_acc1 = restore(checkpoint, parts)
+    epoch, step, best_acc1 = restore(checkpoint, parts)  # step == steps: not validated yet
     net = model  # from here on: it is evaluated on all GPUs too
     steps = train_sampler.steps  # of an epoch
     last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)  # over all epochs
@@ -109,9 +109,9 @@ def main():
         preflight(run, device, workers, val_set, checkpoint)
     if args.evaluate:
         validate(val_loader, net, device, rank, world_size, args)
-        last_step = 0
+        last_step = step = 0
 
-    while epoch * steps + step < last_step and not stopping:
+    while (step == steps or epoch * steps + step < last_step) and not stopping:
         end = min(steps, last_step - epoch * steps)
         train_sampler.set_epoch(epoch, step, end)  # another order in each epoch
         batches = Prefetcher(train_loader, device)
@@ -135,7 +135,7 @@ def main():
             step += 1
             # Sums of 24-bit numbers are exact in float64: an interruption leaves no trace in them.
             sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
-            save_now = args.checkpoint_freq and step % args.checkpoint_freq == 0 and step < end
+            save_now = step == steps or (step < end and step % (args.checkpoint_freq or steps) == 0)
             # Not every step: reading a number makes the CPU wait for the GPU, and this for all.
             if step % args.print_freq == 0 or step == end or save_now:
                 sums[3] = stop.requested  # if one process is to stop, all do
@@ -148,7 +148,7 @@ def main():
                         save_checkpoint(run, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
-        row = progress.close(lr, batches.waited())
+        row = progress.close(learning_rate(args, epoch + (step - 1) / steps), batches.waited())
         if step < end:
             break
 

@@ -230,28 +230,35 @@ sys.exit(distributed.main())
 
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=SOAK)])
 def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
-    """At an epoch's end there are four. As a soak: at every moment of a run that saves thrice."""
+    """Before a validation and after it. As a soak: at every moment of a run that saves thrice."""
     script = tmp_path / "killer.py"
     script.write_text(KILLER)
-    command = [PYTHON, script, *FLAGS, "--max-steps", "31", "--checkpoint-freq", "28"]
+    command = [PYTHON, script, *FLAGS, "--max-steps", "31", "--checkpoint-freq", "0"]
     command += ["--checkpoint-dir"]
     env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
     output = run([*command, tmp_path / "a"], work, env=env | {"KILL_AT": "0"})
     calls = re.findall(r"^call (.*)", output, re.M)
+    trained = calls.index("replace checkpoint.pth") + 1
     best = calls.index("replace model_best.pth") + 1
     synced = [call for call in calls if re.fullmatch(r"fsync checkpoint\.pth\.\d+\.tmp", call)]
     assert calls.count("replace checkpoint.pth") == len(synced) == 3
     assert calls[best : best + 4 : 3] == ["fsync metrics.jsonl", "replace checkpoint.pth"]
-    for at in (best + 1, best + 2, best + 4) if sample else range(1, len(calls) + 1):
+    sampled = (trained + 1, best + 1, best + 2, best + 4)
+    for at in sampled if sample else range(1, len(calls) + 1):
         folder = tmp_path / str(at)
-        assert Job([*command, folder], work, env | {"KILL_AT": str(at)}).wait(60)[0] == -9
+        assert Job([*command, folder], work, {**env, "KILL_AT": str(at)}).wait(60)[0] == -9
         found = [p.name for p in folder.glob("*")]
         assert "checkpoint.pth" in found or "checkpoint.prev.pth" not in found
-        if sample:  # the others are of the epoch's end, it is not yet
-            assert load(folder)["step"] == 28 and load(folder, "model_best.pth")["epoch"] == 1
-            assert rows(folder)[0]["epoch"] == 1
-        again = [*command, folder, "--resume", "auto"]
-        run(again, work, env=env | {"KILL_AT": "0"})
+        if sample:
+            assert (load(folder)["epoch"], load(folder)["step"]) == (0, 29)
+        if sample and at > best:  # these are of the validated epoch already
+            assert load(folder, "model_best.pth")["epoch"] == rows(folder)[0]["epoch"] == 1
+        again, env = [*command, folder, "--resume", "auto"], env | {"KILL_AT": "0"}
+        if sample:
+            output = run([*again, "-e"], work, env=env)
+            assert output.count(" * loss ") == 1 and "epoch 0 [" not in output, output
+        output = run(again, work, env=env)
+        assert not sample or re.findall(r"^epoch (\d \S+)", output, re.M) == ["1 [1/2]", "1 [2/2]"]
         same_run(folder, tmp_path / "a")
 
 
@@ -319,7 +326,8 @@ SIGNALS = {
     "mp.spawn at the terminal": ("multiprocessing", "group", signal.SIGINT, 75),
     "the only process": ("dataparallel", "launcher", signal.SIGUSR1, 75),
     "the only process at the terminal": ("dataparallel", "group", signal.SIGINT, 75),
-    "horovodrun": ("horovod", "launcher", signal.SIGTERM, 1),
+    # Two threads of its helper wait for one process: the later one takes the exit code for 0.
+    "horovodrun": ("horovod", "launcher", signal.SIGTERM, (0, 1)),
 }
 
 
@@ -340,7 +348,10 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
     sent = time.monotonic()
     code, output = job.wait(30)
     # On two cores of its own it takes 1 to 4 s, and to start 7 or more: a busy machine has longer.
-    assert time.monotonic() - sent < max(10, starting) and code == expected, output
+    # horovodrun waits 5 s for its shell where it has frozen that before its end.
+    limit = max(10, starting) + (5 if name == "horovod" else 0)
+    assert time.monotonic() - sent < limit, output
+    assert code in (expected if isinstance(expected, tuple) else (expected,)), output
     state = load(tmp_path / "c")
     assert 4 <= state["epoch"] * 29 + state["step"] < 45
     assert "saved: --resume auto goes on" in output
