@@ -261,7 +261,8 @@ def test_start_makes_an_environment_where_there_is_none(clone):
 
     The stand-in for an index proves only that requirements.txt is what gets installed.
     """
-    bare = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    bare = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PIP_NO_INDEX": "1"}
+    bare["PIP_CONFIG_FILE"] = os.devnull  # a machine may have packages in a folder of its own
     if subprocess.run(["python3", "-c", "import torch"], env=bare, capture_output=True).returncode:
         output = run(["./start.sh", "distributed", *QUICK], clone, env=bare, code=2)
         assert "Making .venv with torch and torchvision" in output
