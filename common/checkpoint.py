@@ -14,9 +14,10 @@ import zlib
 import torch
 
 from .errors import user_errors
-from .records import add_curves, check_tensorboard
+from .records import add_curves, check_tensorboard, sync
 
 KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
+NAMES = "checkpoint.pth", "checkpoint.prev.pth"
 _locks = []  # open files
 
 
@@ -27,8 +28,7 @@ def load_checkpoint(args, train_set):
     `path`, a `crc` of its contents, and what is to be said of `damaged` ones that were passed over.
     Raises ValueError for a checkpoint that is damaged or does not go with args.
     """
-    names, damaged = ("checkpoint.pth", "checkpoint.prev.pth"), []
-    paths = [os.path.join(args.checkpoint_dir, name) for name in names]
+    damaged, paths = [], [os.path.join(args.checkpoint_dir, name) for name in NAMES]
     paths = filter(os.path.exists, paths) if args.resume == "auto" else filter(None, [args.resume])
     for path in paths:
         try:
@@ -140,8 +140,11 @@ def open_folder(args, checkpoint):
         print(f"{folder} held a run: renamed to {folder}.{number}", flush=True)
         os.makedirs(folder)
         _lock(folder)
-    if resumed and checkpoint["damaged"]:  # the next save would put it in the place of the good one
-        _link(checkpoint["path"], os.path.join(folder, "checkpoint.pth"))
+    newest, previous = (os.path.join(folder, name) for name in NAMES)
+    if resumed:  # a crash before the next save must come back to it, not to what it left behind
+        if os.path.basename(checkpoint["path"]) not in NAMES and os.path.exists(newest):
+            _link(newest, previous)  # kept until then, should this be a mistake
+        _link(checkpoint["path"], newest)
     for leftover in glob.glob(glob.escape(folder) + "/*.tmp"):
         os.remove(leftover)
     path, kept = os.path.join(folder, "metrics.jsonl"), []
@@ -153,7 +156,7 @@ def open_folder(args, checkpoint):
                 kept += [line] if (row["epoch"], row["step"]) <= position else []
     with open(path + ".tmp", "w") as file:
         file.writelines(kept)
-        _sync(file)
+        sync(file)
     os.replace(path + ".tmp", path)
 
 
@@ -188,13 +191,13 @@ def save_checkpoint(run, position, parts, is_best=False, row=None):
     try:
         with open(new, "wb") as file:
             torch.save(state, file)
-            _sync(file)
+            sync(file)
         if is_best:
             _link(new, os.path.join(folder, "model_best.pth"))
         if row:
             with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
                 file.write(json.dumps(row) + "\n")
-                _sync(file)
+                sync(file)
             points = {f"epoch/{name}": value for name, value in row.items()}
             add_curves(run, row["epoch"], row["step"], points)
         if os.path.exists(path):
@@ -219,10 +222,5 @@ def _link(source, target):
     except OSError:  # a file system without hard links
         shutil.copyfile(source, new)
         with open(new, "rb+") as file:
-            _sync(file)
+            sync(file)
     os.replace(new, target)
-
-
-def _sync(file):
-    file.flush()
-    os.fsync(file.fileno())

@@ -271,9 +271,7 @@ def digits_folder(parent="data"):
             try:
                 from sklearn.datasets import load_digits
             except ImportError:
-                raise ValueError(
-                    "no --data, and the digits need: pip install scikit-learn"
-                ) from None
+                raise ValueError("no --data: the digits need pip install scikit-learn") from None
             partial = root + ".partial"
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             digits = load_digits()

@@ -16,6 +16,12 @@ def new_file(path):
     return path
 
 
+def sync(file):
+    """Have what was written to an open file on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def save_predictions(path, dataset, shares):
     """Write a CSV file with a line for each image of `dataset`, in its order.
 
@@ -36,8 +42,7 @@ def save_predictions(path, dataset, shares):
             for i, (confidence, guess) in enumerate(found):
                 names = dataset.classes[dataset.targets[i]], dataset.classes[int(guess)]
                 writer.writerow([dataset.path(i), *names, f"{confidence:.6f}"])
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         os.replace(new, path)
     except OSError as error:
         with contextlib.suppress(OSError):

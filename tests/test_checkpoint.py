@@ -207,6 +207,21 @@ def test_resume_cuts_what_the_checkpoint_did_not_commit(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("name", ["model_best.pth", "checkpoint.prev.pth"])
+def test_what_an_older_one_goes_on_from_is_the_newest(tmp_path, name):
+    """Else a crash before its first save left the newer one, and no lines of it."""
+    for epoch in (1, 2):
+        row = {"epoch": epoch, "step": 0}
+        save_checkpoint(vars(arguments(tmp_path)), (epoch, 0, 0.0), parts(), epoch == 1, row)
+    older = load_checkpoint(arguments(tmp_path, f"{tmp_path}/{name}"), IMAGES)
+    open_folder(arguments(tmp_path), older)
+    assert load(tmp_path)["epoch"] == rows(tmp_path)[-1]["epoch"] == 1
+    assert load(tmp_path, name)["epoch"] == 1
+    if name == "model_best.pth":  # the newer one, until the next save
+        assert load(tmp_path, "checkpoint.prev.pth")["epoch"] == 2
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_run_is_only_continued_in_its_own_folder(tmp_path, capsys):
     write(tmp_path / "a", 1)
     write(tmp_path / "b", 2)
