@@ -6,9 +6,9 @@
 #                                    apex, horovod, slurm
 #   ./start.sh test [pytest flags]   run the tests
 #
-#   NGPU=2 ./start.sh distributed    how many processes (default: one per GPU; 2 without GPUs)
-#   CUDA_VISIBLE_DEVICES=4,5 ./start.sh   which GPUs
-#   NNODES=2 NGPU=4 NCPU=32 ./start.sh slurm      how many nodes; GPUs and cores of each
+#   NGPU=2 ./start.sh distributed                     how many processes (one per GPU, or 2)
+#   CUDA_VISIBLE_DEVICES=4,5 ./start.sh distributed   which GPUs
+#   NNODES=2 NGPU=4 NCPU=32 ./start.sh slurm          how many nodes; GPUs and cores of each
 set -euo pipefail
 cd "$(dirname "$0")"
 

@@ -175,7 +175,7 @@ class TrainSampler:
 
     def __init__(self, length, batch_size, rank, world_size, seed):
         if batch_size % world_size:
-            raise ValueError(f"{world_size} processes cannot share --batch-size {batch_size}")
+            raise ValueError(f"--batch-size {batch_size} is no multiple of {world_size} processes")
         if length < batch_size:
             raise ValueError(f"{length} images to train do not fill one --batch-size {batch_size}")
         self.length, self.batch_size, self.seed = length, batch_size, seed

@@ -256,6 +256,18 @@ def test_start_chooses_the_number_of_processes(clone, tmp_path):
     assert "global batch 64 = 1 x 64" in output and "--nproc-per-node=1" in output
 
 
+# Slurm's runs on a cluster, in test_slurm.py.
+EXAMPLES = [e for e in re.findall(r"^#   (\w+=.*?)  ", read("start.sh"), re.M) if "slurm" not in e]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_of_start(example, clone, tmp_path):
+    flags = [*QUICK, "--checkpoint-dir", tmp_path / "c"]
+    output = run(["env", *example.split(), *flags], clone, env=ACTIVE)
+    assert output.startswith("+ torchrun --standalone --nproc-per-node=2 distributed.py")
+    result(output)
+
+
 def test_start_makes_an_environment_where_there_is_none(clone):
     """Without torch on the PATH it makes .venv, and without pip's index it says so and stops.
 

@@ -120,7 +120,8 @@ COMMANDS = sorted(
     {
         *re.findall(r"\bsrun -K [^`\n|]*\.py[^`\n|]*", (ROOT / "README.md").read_text()),
         *re.findall(r"^\$ (srun .*)$", SCRIPT.read_text(), re.M),
-        "./start.sh slurm",
+        *re.findall(r"^#   (\w+=.* slurm)\b", (ROOT / "start.sh").read_text(), re.M),
+        "NNODES=2 ./start.sh slurm",
     }
 )
 
@@ -131,13 +132,14 @@ def test_command_of_the_documents(command, work, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data").symlink_to(work / "data")
     line = command.replace("/path/to/imagenet", "data/digits --epochs 1")
-    line = re.sub(r"-c (\d+)", lambda c: f"-c {int(c[1]) // 4}", line).split()  # 8 cores a node
+    line = re.sub(r"(-c |NCPU=)(\d+)", lambda c: f"{c[1]}{int(c[2]) // 4}", line)  # nodes have 8
     output = run(
-        [*line, *NORMED, "--max-steps", "2"],
+        ["env", *line.split(), *NORMED, "--max-steps", "2"],
         tmp_path,
-        env={"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}", "NNODES": "2"},
+        env={"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"},
     )
     assert f"srun: {8 if 'ntasks' in command else 2} processes on 2 nodes" in output
+    assert "start.sh" not in command or re.search(r"^\+ srun -K -N2 --gres gpu:\d -c", output)
     last_result(output)
 
 
