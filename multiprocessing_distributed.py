@@ -160,7 +160,7 @@ def main(rank, world_size, store):
                         save_checkpoint(run, (epoch, step, best_acc1), parts)
                 if stopping:
                     break
-        row = progress.close(learning_rate(args, epoch + (step - 1) / steps), batches.waited())
+        row = progress.close(optimizer.param_groups[0]["lr"], batches.waited())
         if step < end:
             break
 

@@ -17,7 +17,6 @@ from .errors import user_errors
 from .records import add_curves, check_tensorboard, sync
 
 KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
-NAMES = "checkpoint.pth", "checkpoint.prev.pth"
 _locks = []  # open files
 
 
@@ -28,7 +27,8 @@ def load_checkpoint(args, train_set):
     `path`, a `crc` of its contents, and what is to be said of `damaged` ones that were passed over.
     Raises ValueError for a checkpoint that is damaged or does not go with args.
     """
-    damaged, paths = [], [os.path.join(args.checkpoint_dir, name) for name in NAMES]
+    names, damaged = ("checkpoint.pth", "checkpoint.prev.pth"), []
+    paths = [os.path.join(args.checkpoint_dir, name) for name in names]
     paths = filter(os.path.exists, paths) if args.resume == "auto" else filter(None, [args.resume])
     for path in paths:
         try:
@@ -95,8 +95,8 @@ def check_same(checkpoint, rank, local_rank, world_size, device, reduce_mean):
 def restore(checkpoint, parts):
     """Fill the parts (net, optimizer, scaler, meters) of a run; returns (epoch, step, best_acc1).
 
-    Without a checkpoint they stay as they are. The learning rate, momentum and weight decay stay
-    in any case: they are the command line's.
+    Without a checkpoint they stay as they are. Momentum and weight decay stay in any case: they are
+    the command line's, as the learning rate is from the next step on.
     """
     net, optimizer, scaler, meters = parts
     # When fp16 overflows in the first step, fused SGD keeps a new buffer as memory was. Others, who
@@ -107,6 +107,7 @@ def restore(checkpoint, parts):
         return 0, 0, 0.0
     net.load_state_dict(checkpoint["state_dict"])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]})
+    optimizer.param_groups[0]["lr"] = checkpoint["optimizer"]["param_groups"][0]["lr"]
     for weight, state in optimizer.state.items():
         for key, value in state.items():  # fused kernels read both as flat memory: in one layout
             if torch.is_tensor(value) and value.shape == weight.shape:
@@ -140,13 +141,14 @@ def open_folder(args, checkpoint):
         print(f"{folder} held a run: renamed to {folder}.{number}", flush=True)
         os.makedirs(folder)
         _lock(folder)
-    newest, previous = (os.path.join(folder, name) for name in NAMES)
-    if resumed:  # a crash before the next save must come back to it, not to what it left behind
-        if os.path.basename(checkpoint["path"]) not in NAMES and os.path.exists(newest):
-            _link(newest, previous)  # kept until then, should this be a mistake
-        _link(checkpoint["path"], newest)
     for leftover in glob.glob(glob.escape(folder) + "/*.tmp"):
         os.remove(leftover)
+    if resumed:  # a crash before the next save must come back to it, not to what it left behind
+        source, newest = os.path.realpath(checkpoint["path"]), f"{folder}/checkpoint.pth"
+        left = os.path.exists(newest) and not checkpoint["damaged"]
+        if left and not os.path.samefile(source, newest):
+            _link(newest, f"{folder}/checkpoint.left.pth")
+        _link(source, newest)
     path, kept = os.path.join(folder, "metrics.jsonl"), []
     if resumed and os.path.exists(path):
         position = (checkpoint["epoch"], checkpoint["step"])

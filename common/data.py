@@ -38,12 +38,8 @@ def image_folders(data, image_size):
         data, augment = digits_folder(), functools.partial(random_crop, scale=(0.5, 1.0), flip=0)
     else:
         augment = random_crop  # digits must not be mirrored
-    train_set = ImageFolder(
-        os.path.join(data, "train"), functools.partial(augment, size=image_size)
-    )
-    val_set = ImageFolder(
-        os.path.join(data, "val"), functools.partial(centre_crop, size=image_size)
-    )
+    train_set = ImageFolder(f"{data}/train", functools.partial(augment, size=image_size))
+    val_set = ImageFolder(f"{data}/val", functools.partial(centre_crop, size=image_size))
     odd = sorted({*train_set.classes} ^ {*val_set.classes})
     if odd:
         raise ValueError(

@@ -87,11 +87,12 @@ class ProgressMeter:
         if self.bar is not None:
             self.bar.close()
         seconds = time.perf_counter() - self.start
-        share = waited / seconds
+        known = self.step > self.first  # else it was resumed where it had only to be validated
+        speed, share = (self.speed(), waited / seconds) if known else (None, None)
         if self.seen and share > 0.2:
             hint = f"hint: {share:.0%} of the epoch was spent waiting for images: more --workers"
             print(f"{hint}, or a faster disk", flush=True)
-        row = {"train_loss": self.meters[0].avg, "lr": lr, "images_per_second": self.speed()}
+        row = {"train_loss": self.meters[0].avg, "lr": lr, "images_per_second": speed}
         row |= {"data_time": share, "seconds": seconds}
         return row | {"world_size": self.run["world_size"], "batch_size": self.run["batch_size"]}
 

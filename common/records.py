@@ -67,8 +67,11 @@ def add_curves(run, epoch, step, values):
 
     folder = os.path.join(run["checkpoint_dir"], "tensorboard")
     place = epoch * (run["images"] // run["batch_size"]) + step
-    if folder not in _writers:  # what a run that was interrupted has written beyond is not shown
-        _writers[folder] = SummaryWriter(folder, purge_step=place)
+    if folder not in _writers:
+        # What an interrupted run has written from here on is not shown; but where only the row of
+        # an epoch is missing, the line of its last step has the same place, and stays.
+        _writers[folder] = SummaryWriter(folder, purge_step=place + ("lr" not in values))
     for name, value in values.items():
-        _writers[folder].add_scalar(name, value, place)
+        if value is not None:
+            _writers[folder].add_scalar(name, value, place)
     _writers[folder].flush()  # a process may end at any moment

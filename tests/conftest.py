@@ -160,6 +160,15 @@ def rows(folder, timings=True):
     return lines
 
 
+def events(folder):
+    """{name: {step: value}} as TensorBoard shows it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {n: {e.step: e.value for e in found.Scalars(n)} for n in found.Tags()["scalars"]}
+
+
 def same_state(a, b):
     """Whether two checkpoints hold the same to the bit: weights, buffers, momentum, meters."""
     weights, others = a["state_dict"], b["state_dict"]

@@ -213,12 +213,16 @@ def test_what_an_older_one_goes_on_from_is_the_newest(tmp_path, name):
     for epoch in (1, 2):
         row = {"epoch": epoch, "step": 0}
         save_checkpoint(vars(arguments(tmp_path)), (epoch, 0, 0.0), parts(), epoch == 1, row)
-    older = load_checkpoint(arguments(tmp_path, f"{tmp_path}/{name}"), IMAGES)
-    open_folder(arguments(tmp_path), older)
-    assert load(tmp_path)["epoch"] == rows(tmp_path)[-1]["epoch"] == 1
-    assert load(tmp_path, name)["epoch"] == 1
-    if name == "model_best.pth":  # the newer one, until the next save
-        assert load(tmp_path, "checkpoint.prev.pth")["epoch"] == 2
+    (tmp_path / "link.pth").symlink_to(name)
+    # Of a process with the same number, as in a container: it died in the middle of a save.
+    os.link(tmp_path / name, tmp_path / f"checkpoint.pth.{os.getpid()}.tmp")
+    for again in (name, name, "link.pth", "checkpoint.pth"):
+        older = load_checkpoint(arguments(tmp_path, f"{tmp_path}/{again}"), IMAGES)
+        open_folder(arguments(tmp_path), older)
+        assert not (tmp_path / "checkpoint.pth").is_symlink()
+        assert load(tmp_path)["epoch"] == rows(tmp_path)[-1]["epoch"] == 1
+        assert load(tmp_path, name)["epoch"] == 1
+        assert load(tmp_path, "checkpoint.left.pth")["epoch"] == 2  # should it be a mistake
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -23,6 +23,7 @@ from conftest import (
     PYTHON,
     ROOT,
     Job,
+    events,
     load,
     needs_horovod,
     rows,
@@ -115,8 +116,9 @@ def straight(work):
 def resumed_where_it_stood(output, state):
     """Whether it says so, and its first step is indeed the next one."""
     place = f"at epoch {state['epoch']} step {state['step']}"
+    following = divmod(state["epoch"] * 29 + state["step"], 29)  # that of 29 had only no validation
     first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+) \[(\d+)/", output, re.M)
-    goes_on = first and (int(first[1]), int(first[2])) == (state["epoch"], state["step"] + 1)
+    goes_on = first and (int(first[1]), int(first[2]) - 1) == following
     return goes_on and re.search(f"resumed from .*/checkpoint.pth {place}", output)
 
 
@@ -260,6 +262,24 @@ def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
         output = run(again, work, env=env)
         assert not sample or re.findall(r"^epoch (\d \S+)", output, re.M) == ["1 [1/2]", "1 [2/2]"]
         same_run(folder, tmp_path / "a")
+
+
+def test_killed_in_a_validation_that_alone_is_done_again(work, straight, tmp_path):
+    """Also when no epoch is left, and with what was known of the training alone."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    command = [PYTHON, tmp_path / "killer.py", *FLAGS, "--checkpoint-freq", "0", "--tensorboard"]
+    command += ["--resume", "auto", "--checkpoint-dir", tmp_path / "c"]
+    env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
+    assert Job(command, work, env | {"KILL_AT": "5"}).wait(60)[0] == -9
+    assert (load(tmp_path / "c")["epoch"], load(tmp_path / "c")["step"]) == (0, 29)
+    output = run([*command, "--epochs", "1"], work, env=env | {"KILL_AT": "0"})
+    assert output.count(" * loss ") == 1 and "epoch 0 [" not in output, output
+    (row,) = rows(tmp_path / "c")
+    assert row["images_per_second"] is row["data_time"] is None
+    reference = straight("dataparallel")
+    assert rows(tmp_path / "c", timings=False) == rows(reference, timings=False)[:1]
+    shown = events(tmp_path / "c/tensorboard")
+    assert max(shown["train/loss"]) == max(shown["epoch/acc1"]) == 29
 
 
 @pytest.mark.soak

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import HOROVODRUN, PYTHON, ROOT, load, needs_horovod, run, torchrun
+from conftest import HOROVODRUN, PYTHON, ROOT, events, load, needs_horovod, run, torchrun
 from torch.nn.functional import softmax
 
 from common import Prefetcher, image_folders, make_loader
@@ -91,15 +91,6 @@ def test_predictions_that_cannot_be_written(work, tmp_path):
     with pytest.raises(ValueError):  # a share of another length: nothing is written
         save_predictions(tmp_path / "p.csv", [0, 1, 2], [torch.zeros(1, 2), torch.zeros(1, 2)])
     assert not list(tmp_path.iterdir())
-
-
-def events(folder):
-    """{name: {step: value}} as TensorBoard shows it."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {n: {e.step: e.value for e in found.Scalars(n)} for n in found.Tags()["scalars"]}
 
 
 def test_curves_go_on_where_a_run_is_resumed(work, tmp_path):
