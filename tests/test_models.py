@@ -34,6 +34,7 @@ def sizes(arch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_model_of_torchvision():
     trained, refused = [], []
     for arch in models.list_models(module=models):
