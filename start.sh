@@ -58,6 +58,7 @@ case $name in
         run python -m pytest "$@"
         ;;
     *)
+        echo "error: no NAME: $name" >&2
         sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import json
 import os
 import pickle
@@ -123,7 +124,8 @@ def open_folder(args, checkpoint):
     """Make args.checkpoint_dir this run's, for rank 0: create, lock and tidy it.
 
     A run that it holds is renamed to DIR.1, DIR.2, ..., unless `checkpoint` is of that run: then
-    the lines of metrics.jsonl beyond it are cut, for they will be written again. Raises ValueError
+    it becomes checkpoint.pth, a good one that it replaces stays as checkpoint.pth.1, ..., and the
+    lines of metrics.jsonl beyond it are cut, for they will be written again. Raises ValueError
     when another run is writing there or args.tensorboard lacks its package, OSError when this run
     could not write.
     """
@@ -134,11 +136,8 @@ def open_folder(args, checkpoint):
     os.makedirs(folder, exist_ok=True)
     _lock(folder)
     if not resumed and glob.glob(glob.escape(folder) + "/*.pth"):
-        number = 1
-        while os.path.exists(f"{folder}.{number}"):
-            number += 1
-        os.rename(folder, f"{folder}.{number}")
-        print(f"{folder} held a run: renamed to {folder}.{number}", flush=True)
+        os.rename(folder, old := _free(folder))
+        print(f"{folder} held a run: renamed to {old}", flush=True)
         os.makedirs(folder)
         _lock(folder)
     for leftover in glob.glob(glob.escape(folder) + "/*.tmp"):
@@ -147,7 +146,8 @@ def open_folder(args, checkpoint):
         source, newest = os.path.realpath(checkpoint["path"]), f"{folder}/checkpoint.pth"
         left = os.path.exists(newest) and not checkpoint["damaged"]
         if left and not os.path.samefile(source, newest):
-            _link(newest, f"{folder}/checkpoint.left.pth")
+            _link(newest, old := _free(newest))
+            print(f"{newest} was another one: kept as {old}", flush=True)
         _link(source, newest)
     path, kept = os.path.join(folder, "metrics.jsonl"), []
     if resumed and os.path.exists(path):
@@ -160,6 +160,11 @@ def open_folder(args, checkpoint):
         file.writelines(kept)
         sync(file)
     os.replace(path + ".tmp", path)
+
+
+def _free(path):
+    """The first of path.1, path.2, ... that is not there."""
+    return next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}"))
 
 
 def _lock(folder):

@@ -42,10 +42,7 @@ def image_folders(data, image_size):
     val_set = ImageFolder(f"{data}/val", functools.partial(centre_crop, size=image_size))
     odd = sorted({*train_set.classes} ^ {*val_set.classes})
     if odd:
-        raise ValueError(
-            f"{data}: train/ and val/ must have the same class folders, and {len(odd)} are in one "
-            f"only, such as {odd[0]}"
-        )
+        raise ValueError(f"{data}: classes in only one of train/ and val/: {' '.join(odd[:9])}")
     counts = np.bincount(train_set.targets, minlength=len(train_set.classes))
     if not counts.all():
         raise ValueError(f"no images in {data}/train/{train_set.classes[counts.argmin()]}")

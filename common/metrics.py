@@ -73,8 +73,8 @@ class ProgressMeter:
             return
         if self.bar is None:
             form = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
-            span = {"desc": f"epoch {self.epoch}", "initial": self.first, "total": self.last}
-            self.bar = tqdm(**span, bar_format=form, file=sys.stdout, dynamic_ncols=True)
+            span = {"initial": self.first, "total": self.last, "mininterval": 0, "bar_format": form}
+            self.bar = tqdm(desc=f"epoch {self.epoch}", file=sys.stdout, dynamic_ncols=True, **span)
         self.bar.set_postfix_str("  ".join(parts), refresh=False)
         self.bar.update(self.step - self.bar.n)
 
@@ -149,6 +149,8 @@ def preflight(run, device, workers, val_set, checkpoint):
     )
     if not run["evaluate"]:
         print(f"checkpoints go to {run['checkpoint_dir']}", flush=True)
+    if not checkpoint and (run["resume"] or run["evaluate"]):
+        print("no checkpoint: the weights are as at the start of a training", flush=True)
     if checkpoint:
         place = f"epoch {checkpoint['epoch']} step {checkpoint['step']}"
         print(*checkpoint["damaged"], f"resumed from {checkpoint['path']} at {place}", sep="\n")

@@ -216,14 +216,15 @@ def test_what_an_older_one_goes_on_from_is_the_newest(tmp_path, name):
     (tmp_path / "link.pth").symlink_to(name)
     # Of a process with the same number, as in a container: it died in the middle of a save.
     os.link(tmp_path / name, tmp_path / f"checkpoint.pth.{os.getpid()}.tmp")
-    for again in (name, name, "link.pth", "checkpoint.pth"):
+    for again in (name, name, "link.pth", "checkpoint.pth", "checkpoint.pth.1", name):
+        newer = again == "checkpoint.pth.1"
         older = load_checkpoint(arguments(tmp_path, f"{tmp_path}/{again}"), IMAGES)
         open_folder(arguments(tmp_path), older)
         assert not (tmp_path / "checkpoint.pth").is_symlink()
-        assert load(tmp_path)["epoch"] == rows(tmp_path)[-1]["epoch"] == 1
+        assert load(tmp_path)["epoch"] == 1 + newer and rows(tmp_path)[-1]["epoch"] == 1
         assert load(tmp_path, name)["epoch"] == 1
-        assert load(tmp_path, "checkpoint.left.pth")["epoch"] == 2  # should it be a mistake
-    assert not list(tmp_path.glob("*.tmp"))
+        assert load(tmp_path, "checkpoint.pth.1")["epoch"] == 2  # should it be a mistake
+    assert len(list(tmp_path.glob("checkpoint.pth.*"))) == 3  # each that was replaced
 
 
 def test_a_run_is_only_continued_in_its_own_folder(tmp_path, capsys):

@@ -250,6 +250,22 @@ def test_start_runs_the_tests_and_explains_itself(clone):
         assert "./start.sh NAME [flags]" in output and len(output.splitlines()) < 14
 
 
+def test_a_script_alone_runs_with_what_may_do_nothing(clone, tmp_path):
+    names = re.findall(r"`(\w+)`", re.search(r"^At first (.*) may do nothing", read(), re.M)[1])
+    text = read("distributed.py")
+    for name in names:
+        assert f" {name}(" in text
+    stubs = "\n".join(
+        [*(f"def {name}(*_): pass" for name in names), "def check_same(*_): return 1"]
+    )
+    stubs += "\ndef restore(*_): return 0, 0, 0.0\n\ndef main"
+    (clone / "alone.py").write_text(text.replace("def main", stubs, 1))
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "alone.py", *QUICK]
+    output = run(["env", *command, "--checkpoint-dir", tmp_path / "c"], clone, env=ACTIVE)
+    (clone / "alone.py").unlink()
+    result(output)
+
+
 def test_start_chooses_the_number_of_processes(clone, tmp_path):
     flags = [*QUICK, "--checkpoint-dir", tmp_path / "c"]
     output = run(["./start.sh", "distributed", *flags], clone, env=ACTIVE | {"NGPU": "1"})

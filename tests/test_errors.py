@@ -49,7 +49,7 @@ CASES = {
         "--data flat_val",
         "no class folders in flat_val/val: put its images into flat_val/val/CLASS/",
     ),
-    "classes": ("--data other_classes", "and 1 are in one only, such as 7"),
+    "classes": ("--data other_classes", "classes in only one of train/ and val/: 7"),
     "empty class": ("--data empty_class", "no images in empty_class/train/4"),
     "empty val": ("--data empty_val", "no images (.jpg"),
     "batch too large": ("-b 2000", "1437 images to train do not fill one --batch-size 2000"),

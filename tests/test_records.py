@@ -1,7 +1,9 @@
 """Predictions as a CSV file, curves for TensorBoard, the lines at the start, --help."""
 
 import csv
+import io
 import re
+import sys
 
 import pytest
 import torch
@@ -109,6 +111,18 @@ def test_curves_go_on_where_a_run_is_resumed(work, tmp_path):
     names = {"lr", "images per second", "train/acc@1", "train/acc@5", "epoch/data_time"}
     assert names <= shown.keys()
     assert len(list((tmp_path / "c/tensorboard").iterdir())) == 2  # one for each start
+
+
+def test_the_bar_at_a_terminal_shows_every_line(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    progress = ProgressMeter(0, 0, 30, {"batch_size": 8}, [AverageMeter("loss")])
+    for step in (10, 20, 30):
+        progress.update(step, [step * 1.5])
+        progress.display(0.1)
+    for step in (10, 20, 30):
+        assert re.search(rf"epoch 0 .* {step}/30 .*loss {step * 0.15:.3f}", terminal.getvalue())
 
 
 def test_tensorboard_that_is_missing_is_said(work, tmp_path):
