@@ -296,7 +296,8 @@ def test_soak_of_kills(round, work, straight, tmp_path):
         job = start(name, folder, work, *more)
         lines = random.choice([0, random.randrange(1, 25)])
         for _ in range(lines):
-            job.line(time.monotonic() + 60)
+            if not job.line(time.monotonic() + 60):
+                break  # it has come to its end
         time.sleep(random.uniform(0, 0.5 if lines else 6))
         launcher, *groups = processes(job)
         victim = random.choice([[launcher], groups[0][:1], groups[0][-1:], groups[1][:1]])
