@@ -216,7 +216,7 @@ def test_what_an_older_one_goes_on_from_is_the_newest(tmp_path, name):
     (tmp_path / "link.pth").symlink_to(name)
     # Of a process with the same number, as in a container: it died in the middle of a save.
     os.link(tmp_path / name, tmp_path / f"checkpoint.pth.{os.getpid()}.tmp")
-    for again in (name, name, "link.pth", "checkpoint.pth", "checkpoint.pth.1", name):
+    for again in (name, name, "checkpoint.pth", "checkpoint.pth.1", "link.pth"):
         newer = again == "checkpoint.pth.1"
         older = load_checkpoint(arguments(tmp_path, f"{tmp_path}/{again}"), IMAGES)
         open_folder(arguments(tmp_path), older)
