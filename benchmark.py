@@ -34,8 +34,10 @@ import time
 from pathlib import Path
 from statistics import mean, median
 
+import common.data
 import numpy as np
 import torch
+from common.data import ImageFolder, Seeded, TrainSampler, make_loader, random_crop
 from PIL import Image, ImageEnhance
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -45,8 +47,6 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 from torchvision import datasets, transforms
 
-import common.data
-from common.data import ImageFolder, Seeded, TrainSampler, make_loader, random_crop
 from common.model import build_model
 from common.prefetcher import MEAN, STD, Prefetcher
 from common.process import keep_memory, own_cores

@@ -16,15 +16,21 @@ import torch.nn as nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.checkpoint import check_same, load_checkpoint, open_folder, restore, save_checkpoint
-from common.data import DIGITS, IMAGENET, Seeded, TrainSampler, image_folders, make_loader
-from common.errors import ArgumentParser, at_least, end_on_error, user_errors
-from common.metrics import AverageMeter, ProgressMeter, accuracy, gather, preflight, reduce_mean
+from common.arguments import ArgumentParser, bounded, output_file
+from common.checkpoint import Run
+from common.device import own_cores, pick_device
+from common.errors import user_errors
+from common.images import image_folders
+from common.loader import Seeded, TrainSampler, make_loader
+from common.metrics import AverageMeter, accuracy, reduce_mean
 from common.model import build_model
 from common.prefetcher import Prefetcher
-from common.process import Stop, die_with_parent, own_cores, pick_device, seed_step
-from common.records import new_file, save_predictions
+from common.process import Stop
+from common.progress import ProgressMeter, print_banner
+from common.records import save_predictions
+from common.seeds import seed_step
 from common.spawn import child, supervise
+from common.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,73 +38,91 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", metavar="DIR", help="train/ and val/, a folder per class (the digits)")
-    add("-a", "--arch", help="torchvision's or a.b:callable (resnet50; resnet18)")
+    positive, not_negative, number = bounded(int, 1), bounded(int, 0), bounded(float, 0)
+    add("--data", metavar="DIR", help="holds train/ and val/, each with a folder per class")
+    add("-a", "--arch", help="a model of torchvision, or your package.module:callable")
     add("--pretrained", action="store_true", help="start from torchvision's weights")
-    add("--epochs", type=at_least(1), help="passes over the images (90; 4)")
-    add("-b", "--batch-size", type=at_least(1), help="images a step, all processes (256; 64)")
-    add("--lr", type=at_least(0, float), help="learning rate at batch 256, scaled with it (0.1)")
-    add("--warmup-epochs", type=at_least(0, float), help="epochs in which it rises to that (5; 1)")
-    add("--momentum", type=at_least(0, float), default=0.9, help="of SGD")
-    add("--weight-decay", "--wd", type=at_least(0, float), default=1e-4, help="of SGD")
-    add("--label-smoothing", type=at_least(0, float), default=0.0, help="of the loss")
-    add("-j", "--workers", type=at_least(0), help="loader processes of each (a share of the cores)")
-    add("--image-size", type=at_least(1), help="pixels (224; 64)")
-    add("-p", "--print-freq", type=at_least(1), default=10, help="steps from line to line")
-    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--epochs", type=positive, help="passes over the training images")
+    add("-b", "--batch-size", type=positive, help="images per step, over all processes")
+    add("--lr", type=number, help="learning rate for a batch of 256; it is scaled with the batch")
+    add("--warmup-epochs", type=number, help="epochs in which the learning rate rises linearly")
+    add("--momentum", type=number, default=0.9, help="of SGD (default: %(default)s)")
+    add("--weight-decay", "--wd", type=number, default=1e-4, help="of SGD (default: %(default)s)")
+    add("--label-smoothing", type=bounded(float, 0, 1), default=0.0, help="of the training loss")
+    add("-j", "--workers", type=not_negative, help="loader processes per process (default: cores)")
+    add("--image-size", type=bounded(int, 1, 4096), help="pixels of width and height")
+    add("-p", "--print-freq", type=positive, default=10, help="steps between two lines")
+    add("--seed", type=bounded(int, 0, 2**63 - 1), default=0, help="of all random numbers")
     add("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
-    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="renamed if it holds a run")
-    add("--checkpoint-freq", type=at_least(0), default=0, help="save every N steps too (0: no)")
-    add("--resume", metavar="PATH", help="or auto: the newest good one in --checkpoint-dir")
-    add("-e", "--evaluate", action="store_true", help="validate once; writes no checkpoint")
-    add("--predictions", type=new_file, metavar="CSV", help="those of a validation, to this file")
-    add("--tensorboard", action="store_true", help="curves, beside the checkpoints")
-    add("--max-steps", type=at_least(1), help="end after N steps, all resumes counted")
-    add("--backend", choices=["nccl", "gloo"], help="(nccl; on CPUs gloo)")
-    add("--dist-timeout", type=at_least(1), default=600, help="seconds until a stuck run ends")
-    add("--nprocs", type=at_least(1), help="processes (one per GPU; 2 without)")
+    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="(default: %(default)s)")
+    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too")
+    add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest in --checkpoint-dir")
+    add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
+    add("--predictions", type=output_file, metavar="CSV", help="write those of a validation here")
+    add("--tensorboard", action="store_true", help="draw curves, beside the checkpoints")
+    add("--max-steps", type=positive, help="end after N steps, all resumes counted")
+    add("--backend", choices=["nccl", "gloo"], help="(default: nccl on GPUs, gloo on CPUs)")
+    add("--dist-timeout", type=bounded(int, 1, 10**6), default=600, help="seconds to wait at most")
+    add("--nprocs", type=positive, help="processes (default: one per GPU; without GPUs 2)")
     add("--local-rank", "--local_rank", help="ignored: some launchers pass it")
-    parser.set_defaults(**(IMAGENET if parser.parse_args().data else DIGITS))
     return parser.parse_args()
 
 
-def main(rank, world_size, store):
-    # Who am I? mp.spawn passed the rank; on one machine it is the local rank too.
-    local_rank, local_world_size, launcher = rank, world_size, "mp.spawn"
-    die_with_parent(launcher != "python")
-    stop = Stop()
+def main(rank, world_size, path):
+    # Who am I? mp.spawn has passed the rank; on one machine it is the local rank too.
+    local_rank = rank
+    local_world_size = world_size
+    stop = Stop(launched=True)
 
     # What a user can get wrong is found before any process waits for another.
-    with user_errors(local_rank):
+    with user_errors(local_rank, stop):
         args = parse_args()
         device = pick_device(local_rank, local_world_size, args)
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
-        checkpoint = load_checkpoint(args, train_set)
+        local_batch_size = args.batch_size // world_size
+        run = Run(args, train_set, train_sampler.steps, world_size)
         torch.manual_seed(args.seed)
-        net = build_model(args, len(train_set.classes), device)
+        net = build_model(args, len(train_set.classes), device, local_batch_size)
+        store = dist.FileStore(path, world_size)
+        store.set_timeout(timedelta(seconds=args.dist_timeout))
         if rank == 0 and not args.evaluate:
-            open_folder(args, checkpoint)
+            run.open_folder()
 
+    # From here on an error or a hang ends this process, and says where it was.
+    watch = Watch(rank, world_size, run, store, args.dist_timeout)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
-    timeout = timedelta(seconds=args.dist_timeout)
-    gpu = device if backend == "nccl" else None  # told, not guessed from the rank
-    end_on_error(rank, world_size, args)
-    dist.init_process_group(backend, store, timeout, world_size, rank, device_id=gpu)
+    with watch:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=args.dist_timeout),
+            device_id=device if backend == "nccl" else None,  # else NCCL guesses it from the rank
+        )
+    with user_errors(rank, stop):
+        run.check_same(train_set, val_set, rank, world_size, device, reduce_mean)
 
-    # Data. Each process reads its own share; of the validation set every image is in one share.
-    share = args.batch_size // world_size
+    # Data. Each process reads its own part of each batch, and its own part of the validation set.
     workers = own_cores(local_world_size) if args.workers is None else args.workers
-    train_loader = make_loader(Seeded(train_set, args.seed), train_sampler, share, workers, device)
+    train_set = Seeded(train_set, args.seed)
     val_sampler = range(rank, len(val_set), world_size)
-    val_loader = make_loader(val_set, val_sampler, share, workers, device)
+    how = {"batch_size": local_batch_size, "workers": workers, "device": device}
+    train_batches = Prefetcher(make_loader(train_set, train_sampler, **how), device, watch)
+    val_batches = Prefetcher(make_loader(val_set, val_sampler, **how), device, watch)
 
     # Model. `net` is the plain module: it is saved, loaded and evaluated.
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    hyper = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.SGD(net.parameters(), **hyper, fused=True)
+    optimizer = torch.optim.SGD(
+        net.parameters(),
+        lr=args.lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # Strategy. DDP copies rank 0's weights to all now, and averages gradients in backward().
@@ -109,80 +133,101 @@ def main(rank, world_size, store):
     if args.compile:
         model.compile()
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
-    nodes = check_same(checkpoint, rank, local_rank, world_size, device, reduce_mean)
-    parts = net, optimizer, scaler, meters  # what a checkpoint holds, and of which run it is
-    run = vars(args) | {"launcher": launcher, "engine": backend, "nodes": nodes}
-    run |= {"world_size": world_size, "images": len(train_set), "classes": len(train_set.classes)}
-    epoch, step, best_acc1 = restore(checkpoint, parts)  # step == steps: not validated yet
-    steps = train_sampler.steps  # of an epoch
-    last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)  # over all epochs
-    stopping = False
+    run.restore(net, optimizer, scaler, meters)
     if rank == 0:
-        preflight(run, device, workers, val_set, checkpoint)
+        print_banner(run, train_set, val_set, workers, backend, device)
     if args.evaluate:
-        validate(val_loader, net, device, rank, world_size, args)
-        last_step = step = 0
+        validate(val_batches, net, rank, world_size, args)
 
-    while (step == steps or epoch * steps + step < last_step) and not stopping:
-        end = min(steps, last_step - epoch * steps)
-        train_sampler.set_epoch(epoch, step, end)  # another order in each epoch
-        batches = Prefetcher(train_loader, device)
-        progress = ProgressMeter(epoch, step, end, run, meters)
-        sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
-        model.train()
-        for images, target in batches:
-            seed_step(args.seed, epoch, step, rank)
-            lr = learning_rate(args, epoch + step / steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-                output = model(images)
-                loss = criterion(output, target)
-
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-            step += 1
-            # Sums of 24-bit numbers are exact in float64: an interruption leaves no trace in them.
-            sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
-            save_now = step == steps or (step < end and step % (args.checkpoint_freq or steps) == 0)
-            # Not every step: reading a number makes the CPU wait for the GPU, and this for all.
-            if step % args.print_freq == 0 or step == end or save_now:
-                sums[3] = stop.requested  # if one process is to stop, all do
-                *values, stopping = reduce_mean(sums, world_size).tolist()
-                progress.update(step, values)
-                sums.zero_()
-                if rank == 0:
-                    progress.display(lr)
-                    if save_now or (stopping and step < end):
-                        save_checkpoint(run, (epoch, step, best_acc1), parts)
-                if stopping:
-                    break
-        row = progress.close(optimizer.param_groups[0]["lr"], batches.waited())
-        if step < end:
+    epochs = 0 if args.evaluate else math.ceil(run.last_step / run.steps)
+    stopped = False
+    for epoch in range(run.epoch, epochs):
+        end = min(run.steps, run.last_step - epoch * run.steps)  # --max-steps may cut the last one
+        if run.step == run.steps:
+            speed = {}  # an earlier run has trained this epoch, and ended before its validation did
+        elif run.step < end:
+            train_sampler.set_epoch(epoch, run.step, end)  # another order in each epoch
+            speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
+            stopped = speed is None
+        else:
+            break  # an earlier run has come to --max-steps
+        if stopped:
             break
 
         for buffer in net.buffers():  # rank 0's BatchNorm statistics are the model's
             dist.broadcast(buffer, src=0)
-        val_loss, acc1, acc5 = validate(val_loader, net, device, rank, world_size, args)
-        best_acc1, is_best = max(acc1, best_acc1), acc1 > best_acc1
-        if step == steps:
-            epoch, step = epoch + 1, 0
+        val_loss, acc1, acc5 = validate(val_batches, net, rank, world_size, args)
+        if run.step == run.steps:
+            run.epoch, run.step = epoch + 1, 0
         if rank == 0:
-            row |= {"epoch": epoch, "step": step, "val_loss": val_loss, "acc1": acc1, "acc5": acc5}
-            save_checkpoint(run, (epoch, step, best_acc1), parts, is_best, row)
+            row = {
+                "epoch": run.epoch,
+                "step": run.step,
+                "train_loss": meters[0].avg,
+                "val_loss": val_loss,
+                "acc1": acc1,
+                "acc5": acc5,
+                "lr": optimizer.param_groups[0]["lr"],
+                "world_size": world_size,
+                "batch_size": args.batch_size,
+            }
+            run.save(row | speed, acc1)
 
-    unfinished = epoch * steps + step < last_step
-    if rank == 0 and unfinished:
-        print(f"stopped at epoch {epoch} step {step}, saved: --resume auto goes on", flush=True)
+    if rank == 0 and stopped:
+        print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
     stop.ignore()
     del model
     gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()
     dist.destroy_process_group()
-    return 75 if unfinished else 0  # EX_TEMPFAIL: try again
+    return 75 if stopped else 0  # EX_TEMPFAIL: try again
+
+
+def train(batches, model, criterion, run, stop, rank, world_size, args):
+    """Train an epoch from run.step on.
+
+    Returns its speed, a dict for metrics.jsonl, or None when a signal has stopped it.
+    """
+    device, optimizer, scaler = batches.device, run.optimizer, run.scaler
+    progress = ProgressMeter(run, end=run.step + len(batches))
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
+    model.train()
+    for images, target in batches:
+        seed_step(args.seed, run.epoch, run.step, rank)
+        lr = learning_rate(args, run.epoch + run.step / run.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("scale", 1)  # a group may have a rate of its own
+        with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
+            output = model(images)
+            loss = criterion(output, target)
+
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+        run.step += 1
+        # Sums of 24-bit numbers are exact in float64: an interruption leaves no trace in them.
+        sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
+        save_now = args.checkpoint_freq > 0 and run.step % args.checkpoint_freq == 0
+        if run.step == progress.end:
+            save_now = run.step == run.steps  # an epoch that --max-steps cuts: after its validation
+        # Not in every step: reading a number makes the CPU wait for the GPU, and for all processes.
+        if save_now or run.step % args.print_freq == 0 or run.step == progress.end:
+            sums[3] = stop.requested.is_set()  # if one process is to stop, all do
+            *values, stopping = reduce_mean(sums, world_size).tolist()
+            sums.zero_()
+            if not math.isfinite(values[0]):
+                raise FloatingPointError(f"the loss is {values[0]}")
+            progress.update(values)
+            stopping = stopping and run.step < progress.end  # at the end, validation comes first
+            if rank == 0:
+                progress.display(lr)
+                if save_now or stopping:
+                    run.save()
+            if stopping:
+                return None
+    return progress.close(batches.waited())
 
 
 def learning_rate(args, epoch):
@@ -195,38 +240,41 @@ def learning_rate(args, epoch):
 
 
 @torch.no_grad()
-def validate(loader, net, device, rank, world_size, args):
+def validate(batches, net, rank, world_size, args):
     """Mean loss, acc@1 and acc@5 over the data set, in which every image counts once."""
+    device, dataset = batches.device, batches.loader.dataset
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, images
-    found = torch.zeros(0, 2, device=device)  # of each image: confidence and class
+    predictions = [torch.zeros(0, 2, device=device)]  # of each image: confidence and class
     net.eval()
-    for images, target in Prefetcher(loader, device):
+    for images, target in batches:
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
             output = net(images)  # DDP would wait here for processes with no batch left
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)
-        found = torch.cat([found, torch.stack(output.float().softmax(1).max(1), 1)])
+        predictions.append(torch.stack(output.float().softmax(dim=1).max(dim=1), dim=1))
 
-    # Shares differ in size: divide once, after the reduction, not per batch or process.
+    # Parts differ in size: divide once, after the reduction, not per batch or process.
     *values, count = reduce_mean(sums, world_size).tolist()
-    assert round(count * world_size) == len(loader.dataset), "images lost or counted twice"
+    assert round(count * world_size) == len(dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
-    shares = gather(found.cpu()) if args.predictions else None
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
-    if rank == 0 and shares:
-        save_predictions(args.predictions, loader.dataset, shares)
+    if args.predictions:
+        everything = [None] * world_size
+        dist.all_gather_object(everything, torch.cat(predictions).cpu())
+        if rank == 0:
+            save_predictions(args.predictions, dataset, everything)
     return loss, acc1, acc5
 
 
 def spawn():
-    with user_errors(0):
+    with user_errors(local_rank=0):
         nprocs = parse_args().nprocs or torch.cuda.device_count() or 2
     # Not a port, which another run or user could take: a file in a folder that only we can enter.
     with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        return supervise(mp.spawn(child, (main, nprocs, store), nprocs, join=False))
+        children = mp.spawn(child, (main, nprocs, f"{folder}/store"), nprocs, join=False)
+        return supervise(children)
 
 
 if __name__ == "__main__":

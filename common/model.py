@@ -1,5 +1,6 @@
 """The model that --arch names, checked before training starts."""
 
+import copy
 import functools
 import importlib
 
@@ -9,46 +10,60 @@ from torchvision import models
 from .errors import first_line
 
 
-def build_model(args, num_classes, device):
+def build_model(args, num_classes, device, local_batch_size=None, example=None):
     """The module that args.arch names, on `device` in channels_last, with `num_classes` outputs.
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
-    with num_classes=. Raises ValueError for an unknown one, and for one that does not turn an image
-    of args.image_size x args.image_size into one row of class scores.
+    with num_classes=. It is tried on `example`, a batch of one of what it takes; without one, on an
+    image of args.image_size x args.image_size. With a local_batch_size of 1 a training step is
+    tried too. Raises ValueError for an unknown model, and for one that does not turn the example
+    into one row of class scores.
     """
-    make = _own if ":" in args.arch else _torchvision
+    make = _imported if ":" in args.arch else _torchvision
     make = make(args.arch, args.pretrained, args.image_size)
-    image = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
+    size = f"--image-size {args.image_size}"
     try:
+        if example is None:
+            example = torch.zeros(1, 3, args.image_size, args.image_size)
+            example = example.contiguous(memory_format=torch.channels_last)
         net = make(num_classes=num_classes).to(device, memory_format=torch.channels_last)
         with torch.no_grad():
-            output = net.eval()(image.contiguous(memory_format=torch.channels_last))
+            output = net.eval()(example.to(device))
+            if local_batch_size == 1 and not vars(args).get("sync_bn"):
+                size = f"{size} with one image per process"  # BatchNorm may need two
+                copy.deepcopy(net).train()(example.to(device))
     except Exception as error:
         reason = first_line(error)
         if "CUDA" in reason or "cuDNN" in reason:  # such as a GPU that others have filled
             raise ValueError(f"{device} cannot run {args.arch}: {reason}") from None
-        size = f"--image-size {args.image_size}"
         raise ValueError(f"{args.arch} cannot take {size}: {reason}") from None
     if getattr(output, "shape", None) != (1, num_classes):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
         raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")
     if args.pretrained:
-        weights = models.get_model_weights(args.arch).DEFAULT.get_state_dict()
-        own = net.state_dict()
-        # Another number of classes makes another head: that one starts afresh.
-        fitting = {k: v for k, v in weights.items() if k in own and v.shape == own[k].shape}
-        net.load_state_dict(fitting, strict=False)
+        _load_weights(net, args.arch)
     return net
 
 
-def _own(arch, pretrained, image_size):
+def _load_weights(net, arch):
+    try:
+        weights = models.get_model_weights(arch).DEFAULT.get_state_dict()
+    except OSError as error:
+        raise ValueError(f"cannot download the weights of {arch}: {error}") from None
+    own = net.state_dict()
+    # Another number of classes makes another head: that one starts afresh.
+    fitting = {k: v for k, v in weights.items() if k in own and v.shape == own[k].shape}
+    net.load_state_dict(fitting, strict=False)
+
+
+def _imported(arch, pretrained, image_size):
     if pretrained:
         raise ValueError(f"--pretrained is for torchvision's models: let {arch} load its weights")
     module, _, name = arch.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot import --arch {arch}: {error}") from None
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"cannot import --arch {arch}: {first_line(error)}") from None
 
 
 def _torchvision(arch, pretrained, image_size):

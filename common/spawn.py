@@ -32,7 +32,8 @@ def supervise(context, rank=0):
                 os.kill(process.pid, number)
 
     for number in SIGNALS:
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+            signal.signal(number, pass_on)
     logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
     try:
         while not context.join(grace_period=3):

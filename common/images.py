@@ -1,0 +1,153 @@
+"""Images from folders as uint8 tensors, cropped to one size."""
+
+import functools
+import os
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import interpolate
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2 import functional as F
+
+from .digits import digits_folder
+
+
+def image_folders(data, image_size):
+    """(train_set, val_set) of `data`/train and `data`/val; of the built-in digits if it is None.
+
+    Raises ValueError where the folders are not what training needs, with the remedy.
+    """
+    augment = functools.partial(random_crop, size=image_size)
+    if data is None:
+        data = digits_folder()
+        augment = functools.partial(augment, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
+    train_set = ImageFolder(f"{data}/train", augment)
+    val_set = ImageFolder(f"{data}/val", functools.partial(centre_crop, size=image_size))
+    unmatched = sorted({*train_set.classes} ^ {*val_set.classes})
+    if unmatched:
+        names = " ".join(unmatched[:9])
+        raise ValueError(f"{data}: classes in only one of train/ and val/: {names}")
+    counts = np.bincount(train_set.targets, minlength=len(train_set.classes))
+    if not counts.all():
+        raise ValueError(f"no images in {data}/train/{train_set.classes[counts.argmin()]}")
+    return train_set, val_set
+
+
+class ImageFolder(Dataset):
+    """The images below `root`, which holds a folder per class.
+
+    An item is (transform(image), target): image uint8 [3, height, width], target the index of its
+    class in `classes`. Only regular files count; what begins with a dot does not. Raises ValueError
+    for folders without images, for a folder that is reached twice by links, and, with the path, for
+    what cannot be decoded.
+    """
+
+    def __init__(self, root, transform):
+        self.root, self.transform = root, transform
+        if not os.path.isdir(root):
+            raise ValueError(f"no folder {root}: --data needs train/ and val/ in it")
+        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+        self.classes = sorted(entry.name for entry in entries if entry.is_dir())
+        if not self.classes:
+            raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
+        paths, targets = [], []
+        seen = {_identity(root): root}
+        for target, name in enumerate(self.classes):
+            files = _image_files(root, name, seen)
+            paths += map(os.fsencode, files)
+            targets += [target] * len(files)
+        if not paths:
+            raise ValueError(f"no images ({' '.join(IMG_EXTENSIONS)}) in the folders of {root}")
+        # As arrays: a million small objects would be copied into every worker, as their reference
+        # counts are written to.
+        self.paths, self.targets = np.array(paths), np.array(targets)
+
+    def __len__(self):
+        return len(self.targets)
+
+    def path(self, index):
+        return os.path.join(self.root, os.fsdecode(self.paths[index]))
+
+    def __getitem__(self, index):
+        return self.transform(read_image(self.path(index))), int(self.targets[index])
+
+
+def _image_files(root, folder, seen):
+    """The paths of all images below root/folder, relative to root, sorted folder by folder.
+
+    seen: {identity: path} of the folders that were visited, to which these are added.
+    """
+    path = os.path.join(root, folder)
+    identity = _identity(path)
+    if identity in seen:
+        raise ValueError(f"{path} is a link to {seen[identity]}: its images would count twice")
+    seen[identity] = path
+    with os.scandir(path) as scan:
+        entries = sorted((e for e in scan if not e.name.startswith(".")), key=lambda e: e.name)
+    files = [
+        os.path.join(folder, entry.name)
+        for entry in entries
+        if entry.name.lower().endswith(IMG_EXTENSIONS) and entry.is_file()
+    ]
+    for entry in entries:
+        if entry.is_dir():
+            files += _image_files(root, os.path.join(folder, entry.name), seen)
+    return files
+
+
+def _identity(path):
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def read_image(path):
+    """The image of a file as uint8 RGB [3, height, width]. Raises ValueError with the path."""
+    try:
+        try:
+            with open(path, "rb") as file:  # torchvision's read_file maps it: that takes longer
+                data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+            image = decode_image(data, mode=ImageReadMode.RGB)
+        except RuntimeError:  # PIL reads more formats, and is four times slower
+            image = _read_with_pil(path)
+        if image.ndim != 3:
+            raise ValueError("it is an animation")
+        # Of 16 bits keep the upper 8.
+        return image if image.dtype == torch.uint8 else (image.int() >> 8).to(torch.uint8)
+    except Exception as error:
+        raise ValueError(f"cannot read image {path}: {error}") from None
+
+
+def _read_with_pil(path):
+    with Image.open(path) as file:
+        if getattr(file, "n_frames", 1) > 1:
+            raise ValueError("it has several frames")
+        if file.mode.startswith("I;16"):
+            grey = np.array(file).astype(np.uint16)
+            return torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1)
+        if file.mode in ("I", "F"):  # what is white there is not known: PIL would cut at 255
+            raise ValueError("its pixels are 32-bit numbers: convert it to 8 or 16 bits")
+        return torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)
+
+
+def random_crop(image, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5):
+    """A random part of the image, resized to [3, size, size], mirrored with probability `flip`.
+
+    `scale` bounds the part's share of the area, `ratio` its width / height. This is the crop of
+    "Going Deeper with Convolutions" (Szegedy et al., 2014).
+    """
+    top, left, height, width = RandomResizedCrop.get_params(image, scale, ratio)
+    part = image[None, :, top : top + height, left : left + width]
+    # Dense and as r g b r g b: torch then resizes bytes in half the time, and the batch that the
+    # worker stacks of such images takes an eighth.
+    part = part.contiguous(memory_format=torch.channels_last)
+    part = interpolate(part, (size, size), mode="bilinear", antialias=True)[0]
+    return part.flip(-1) if torch.rand(()) < flip else part
+
+
+def centre_crop(image, size):
+    """The middle [3, size, size] of the image, after its shorter side became size * 256 / 224."""
+    return F.center_crop(F.resize(image, [size * 256 // 224], antialias=True), [size, size])

@@ -1,0 +1,120 @@
+"""In which order images are read, by which processes, with which random numbers."""
+
+import atexit
+import random
+import signal
+import sys
+import weakref
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from .process import SIGNALS, die_with_parent
+from .seeds import position_seed
+
+
+class Seeded(Dataset):
+    """Any map-style data set, indexed by (epoch, index): the keys that TrainSampler yields.
+
+    The random numbers that the data set draws, from torch, numpy or random, are a function of
+    (seed, epoch, index): not of the worker, nor of the process, nor of what was drawn before.
+    """
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, key):
+        epoch, index = key
+        seed = position_seed(self.seed, epoch, index)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return self.dataset[index]
+
+
+class TrainSampler:
+    """The (epoch, index) keys of this rank's images, shuffled anew in each epoch.
+
+    A step takes `batch_size` images over all processes, and which ones does not depend on
+    world_size: rank r takes every world_size-th of the permutation, from the r-th on. The images
+    that do not fill a last batch are left out of that epoch. Raises ValueError for a batch_size
+    that does not divide among the processes, or is more than `length`.
+    """
+
+    def __init__(self, length, batch_size, rank, world_size, seed):
+        if batch_size % world_size:
+            raise ValueError(f"--batch-size {batch_size} is no multiple of {world_size} processes")
+        if length < batch_size:
+            raise ValueError(f"{length} images to train do not fill one --batch-size {batch_size}")
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        self.steps = length // batch_size  # of an epoch
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch, first=0, end=None):
+        """Yield the keys of this epoch's steps from `first` on, up to but not with `end`."""
+        self.epoch, self.first, self.end = epoch, first, self.steps if end is None else end
+
+    def __len__(self):
+        return (self.end - self.first) * self.batch_size // self.world_size
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(position_seed(self.seed, self.epoch))
+        order = torch.randperm(self.length, generator=generator)
+        part = order[self.first * self.batch_size : self.end * self.batch_size]
+        return ((self.epoch, index) for index in part[self.rank :: self.world_size].tolist())
+
+
+def make_loader(dataset, sampler, batch_size, workers, device, timeout=0):
+    """A DataLoader whose workers live as long as it does, and in which no batch is used twice.
+
+    Items may be tensors, numbers, tuples and dicts of them, as for any DataLoader. Images, uint8
+    [3, h, w], become batches uint8 [n, 3, h, w] in channels_last. batch_size: images of this
+    process alone. timeout: seconds to wait for a batch, after which RuntimeError is raised; 0 for
+    no limit.
+    """
+    loader = DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        timeout=timeout if workers else 0,
+        pin_memory=device.type == "cuda",
+        persistent_workers=workers > 0,
+        worker_init_fn=_init_worker,
+        collate_fn=_collate,
+        # Spawned, as they would be below mp.spawn, each takes seconds to import torch.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+    )
+    if workers:
+        # Forked now, with nothing to fetch yet, and before the first collective: later, a thread of
+        # gloo's may hold a lock that the child waits for without end (python/cpython#112275).
+        loader.batch_sampler.sampler = ()
+        iterator = iter(loader)
+        loader.batch_sampler.sampler = sampler
+        # They ignore SIGTERM, so what ends them at the interpreter's exit would wait without end.
+        atexit.register(weakref.finalize(loader, iterator._shutdown_workers))
+    return loader
+
+
+def _init_worker(worker):
+    die_with_parent()
+    for number in SIGNALS:  # a stop is the training process's to handle; it still needs images
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _collate(items):
+    return collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: _stack})
+
+
+def _stack(tensors, *, collate_fn_map=None):
+    """Stack tensors; images as they lie in memory, which is [h, w, 3] after a crop."""
+    first = tensors[0]
+    if first.dtype == torch.uint8 and first.ndim == 3 and len(first) == 3:
+        return default_collate([image.permute(1, 2, 0) for image in tensors]).permute(0, 3, 1, 2)
+    return default_collate(tensors)
