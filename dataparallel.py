@@ -84,13 +84,16 @@ def main():
 
     # From here on an error ends this process, and says where it was.
     watch = Watch(rank, world_size, run)
+
     # Data. This process reads whole batches, and the whole validation set.
     workers = own_cores(local_world_size) if args.workers is None else args.workers
-    train_set = Seeded(train_set, args.seed)
+    train_loader = make_loader(
+        Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
+    )
     val_sampler = range(rank, len(val_set), world_size)
-    how = {"batch_size": local_batch_size, "workers": workers, "device": device}
-    train_batches = Prefetcher(make_loader(train_set, train_sampler, **how), device, watch)
-    val_batches = Prefetcher(make_loader(val_set, val_sampler, **how), device, watch)
+    val_loader = make_loader(val_set, val_sampler, local_batch_size, workers, device)
+    train_batches = Prefetcher(train_loader, device, watch)
+    val_batches = Prefetcher(val_loader, device, watch)
 
     # Model. `net` is the plain module: it is saved and loaded.
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -127,11 +130,11 @@ def main():
         elif run.step < end:
             train_sampler.set_epoch(epoch, run.step, end)  # another order in each epoch
             speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
-            stopped = speed is None
+            if speed is None:
+                stopped = True
+                break
         else:
             break  # an earlier run has come to --max-steps
-        if stopped:
-            break
 
         val_loss, acc1, acc5 = validate(val_batches, model, rank, world_size, args)
         if run.step == run.steps:

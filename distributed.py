@@ -112,16 +112,18 @@ def main():
             timeout=timedelta(seconds=args.dist_timeout),
             device_id=device if backend == "nccl" else None,  # else NCCL guesses it from the rank
         )
-    with user_errors(rank, stop):
-        run.check_same(train_set, val_set, rank, world_size, device, reduce_mean)
 
     # Data. Each process reads its own part of each batch, and its own part of the validation set.
     workers = own_cores(local_world_size) if args.workers is None else args.workers
-    train_set = Seeded(train_set, args.seed)
+    train_loader = make_loader(
+        Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
+    )
     val_sampler = range(rank, len(val_set), world_size)
-    how = {"batch_size": local_batch_size, "workers": workers, "device": device}
-    train_batches = Prefetcher(make_loader(train_set, train_sampler, **how), device, watch)
-    val_batches = Prefetcher(make_loader(val_set, val_sampler, **how), device, watch)
+    val_loader = make_loader(val_set, val_sampler, local_batch_size, workers, device)
+    train_batches = Prefetcher(train_loader, device, watch)
+    val_batches = Prefetcher(val_loader, device, watch)
+    with user_errors(rank, stop):  # nodes may have disks of their own
+        run.check_same(train_set, val_set, rank, world_size, device, reduce_mean)
 
     # Model. `net` is the plain module: it is saved, loaded and evaluated.
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -157,11 +159,11 @@ def main():
         elif run.step < end:
             train_sampler.set_epoch(epoch, run.step, end)  # another order in each epoch
             speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
-            stopped = speed is None
+            if speed is None:
+                stopped = True
+                break
         else:
             break  # an earlier run has come to --max-steps
-        if stopped:
-            break
 
         for buffer in net.buffers():  # rank 0's BatchNorm statistics are the model's
             dist.broadcast(buffer, src=0)

@@ -3,25 +3,12 @@
 import argparse
 import math
 import os
-import stat
 
-# What a flag is when it is not given: with --data, and without it.
-IMAGENET = {
-    "arch": "resnet50",
-    "epochs": 90,
-    "batch_size": 256,
-    "lr": 0.1,
-    "warmup_epochs": 5.0,
-    "image_size": 224,
-}
-DIGITS = {
-    "arch": "resnet18",
-    "epochs": 4,
-    "batch_size": 64,
-    "lr": 0.1,
-    "warmup_epochs": 1.0,
-    "image_size": 64,
-}
+# What flags are that are not given: with --data, and without it.
+IMAGENET = {"arch": "resnet50", "epochs": 90, "batch_size": 256, "lr": 0.1}
+IMAGENET |= {"warmup_epochs": 5.0, "image_size": 224}
+DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "lr": 0.1}
+DIGITS |= {"warmup_epochs": 1.0, "image_size": 64}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -63,7 +50,7 @@ def output_file(text):
     What is there already must be a regular file: a device or a pipe would be replaced by a file.
     """
     target = os.path.realpath(text)
-    if os.path.exists(target) and not stat.S_ISREG(os.stat(target).st_mode):
+    if os.path.exists(target) and not os.path.isfile(target):
         raise argparse.ArgumentTypeError(f"{text} is not a regular file")
     if not os.access(os.path.dirname(target), os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text}")

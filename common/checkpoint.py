@@ -1,75 +1,60 @@
-"""Where a training run stands, and its checkpoints: each is whole or not there."""
+"""Where a training run stands, and the checkpoints from which it goes on."""
 
-import contextlib
 import errno
-import fcntl
 import os
 import pickle
-import re
-import shutil
 import sys
+import time
 import zipfile
 import zlib
 
 import torch
 
-from .records import Curves, append_row, check_tensorboard, cut_rows
+from .files import TEMPORARY, is_same, link, lock_folder, remove, sync, temporary
+from .records import Curves, append_row, cut_rows
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
-TEMPORARY = re.compile(
-    r"(checkpoint(\.prev|\.damaged(\.\d+)?)?\.pth|model_best\.pth|metrics\.jsonl)\.\d+\.tmp"
-)
-# What may differ between a run and its resumption without a word.
-UNREMARKABLE = {"resume", "evaluate", "predictions", "tensorboard"}
 
 
 class Run:
     """Where a run stands: epochs completed, steps done in the current one, best acc@1 so far.
 
     Reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
-    args.checkpoint_dir, or starts afresh. Later restore() fills the model and what trains it, and
-    save() writes them. `steps` is the number of steps in an epoch: a run whose `step` equals it has
-    trained that epoch, and not validated it. train_set: a data set with a list `classes`. Raises
-    ValueError for a checkpoint that is damaged or does not fit args, OSError for one that cannot be
-    read.
+    args.checkpoint_dir, or starts afresh. restore() then fills the model and what trains it, and
+    save() writes them. train_set: a data set with a list `classes`. steps: of an epoch; a run whose
+    `step` equals it has trained that epoch, and not validated it. Raises ValueError for a
+    checkpoint that is damaged or does not fit, OSError for one that cannot be read.
     """
 
     def __init__(self, args, train_set, steps, world_size):
         self.folder = os.path.realpath(args.checkpoint_dir)
-        self.classes = list(train_set.classes)
-        self.steps = steps
-        self.last_step = min(
-            args.epochs * steps, args.max_steps or sys.maxsize
-        )  # counted over all epochs
+        self.newest = os.path.join(self.folder, NEWEST)
+        self.classes, self.steps = list(train_set.classes), steps
+        # Counted over all epochs.
+        self.last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)
         # Saved beside the weights: what made them, and what is compared when they are resumed.
         self.args = vars(args) | {"world_size": world_size, "images": len(train_set)}
         self.epoch, self.step, self.best_acc1 = 0, 0, 0.0
-        self.path, self.checkpoint, self.damaged = None, None, []
-        self.curves, self.drawn = None, 0
+        self.path, self.checkpoint, self.damaged, self.curves = None, None, [], None
         if args.resume == "auto":
             self._read_newest()
         elif args.resume:
             self.path = os.path.realpath(args.resume)
             self.checkpoint = read_checkpoint(self.path)
-        elif not args.evaluate and (held := _held(self.folder)):
-            raise ValueError(
-                f"{self.folder} holds a run ({held}): go on with --resume auto, "
-                "or give another --checkpoint-dir"
-            )
+        elif not args.evaluate and (held := self._held()):
+            go_on = "go on with --resume auto, or give another --checkpoint-dir"
+            raise ValueError(f"{self.folder} holds a run ({held}): {go_on}")
         if self.checkpoint:
             self._check_fit()
             self.epoch, self.step = self.checkpoint["epoch"], self.checkpoint["step"]
             self.best_acc1 = self.checkpoint["best_acc1"]
-            self.drawn = self.epoch * self.steps + self.step  # the curves end there
         elif args.resume and args.evaluate:
             raise ValueError(f"no checkpoint to evaluate in {self.folder}")
 
     def _read_newest(self):
-        for name in (NEWEST, PREVIOUS):
-            path = os.path.join(self.folder, name)
-            if not os.path.lexists(path):
-                continue
+        paths = self.newest, os.path.join(self.folder, PREVIOUS)
+        for path in filter(os.path.lexists, paths):
             try:
                 self.path, self.checkpoint = path, read_checkpoint(path)
                 return
@@ -77,6 +62,12 @@ class Run:
                 self.damaged.append(str(error))
         if self.damaged:
             raise ValueError("; ".join(self.damaged))
+
+    def _held(self):
+        """The first file in the folder that a run has left there, or None."""
+        for name in (NEWEST, PREVIOUS, BEST, "metrics.jsonl"):
+            if os.path.lexists(os.path.join(self.folder, name)):
+                return name
 
     def _check_fit(self):
         old, new = self.checkpoint, self.args
@@ -89,29 +80,15 @@ class Run:
             if before != now:
                 names = f"class {number} is {before!r} there and {now!r} in --data"
                 raise ValueError(f"{self.path} is of other classes: {names}")
-        if old["step"] and not new["evaluate"]:
-            for flag in ("--batch-size", "--seed", "images"):
-                name = flag.strip("-").replace("-", "_")
-                before, now = old["args"].get(name, new[name]), new[name]
-                if before != now:
-                    place = f"{self.path} is in mid-epoch with {flag} {before}"
-                    raise ValueError(f"{place}: it cannot become {now}")
-
-    def draw(self, values):
-        """Add a point to the curves of TensorBoard, where --tensorboard is given."""
-        if self.args["tensorboard"]:
-            step = self.epoch * self.steps + self.step
-            self.curves = self.curves or Curves(self.folder, self.drawn + 1)
-            self.curves.add(step, values)
+        for name in ("batch_size", "seed", "images") if old["step"] and not new["evaluate"] else ():
+            before, now = old["args"].get(name, new[name]), new[name]
+            if before != now:
+                what = name if name == "images" else f"--{name.replace('_', '-')}"
+                in_epoch = f"{self.path} is in mid-epoch with {what} {before}"
+                raise ValueError(f"{in_epoch}: it cannot become {now}")
 
     def place(self):
         return f"epoch {self.epoch} step {self.step}"
-
-    def changed(self):
-        """{name: (before, now)} of the flags and sizes that differ from those of the checkpoint."""
-        old = self.checkpoint["args"] if self.checkpoint else {}
-        both = (old.keys() & self.args.keys()) - UNREMARKABLE
-        return {n: (old[n], self.args[n]) for n in sorted(both) if old[n] != self.args[n]}
 
     def check_same(self, train_set, val_set, rank, world_size, device, reduce_mean):
         """Raise ValueError unless all processes resume from the same file and have the same images.
@@ -127,50 +104,44 @@ class Run:
         table[:, rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         table = (reduce_mean(table, world_size) * world_size).round().tolist()
         for what, row in zip(mine, table, strict=True):
-            others = [str(r) for r, value in enumerate(row) if value != row[0]]
+            others = ", ".join(str(r) for r, value in enumerate(row) if value != row[0])
             if others:
-                raise ValueError(
-                    f"rank {', '.join(others)} has not the same {what} as rank 0: "
-                    "make the folders of all nodes equal"
-                )
+                raise ValueError(f"rank {others} has not the same {what} as rank 0")
 
     def open_folder(self):
         """Make the checkpoint folder this run's, for rank 0: create, lock and tidy it.
 
         It only goes forward: a run in it is continued from its newest checkpoint or not at all, and
-        nothing is removed but temporary files of save(). A damaged newest checkpoint is kept as
-        checkpoint.damaged.pth, ... Lines of metrics.jsonl beyond the checkpoint are cut, for they
-        will be written again. Raises ValueError for a folder that another run writes to, and for
-        one that holds another run than this; OSError where it cannot be written.
+        nothing is removed but temporary files of a process that was killed. A damaged newest
+        checkpoint is kept as checkpoint.damaged-TIME.pth. Lines of metrics.jsonl beyond the
+        checkpoint are cut, for they will be written again. Raises ValueError for a folder that
+        another run writes to or has written, OSError where it cannot be written.
         """
         if self.args["tensorboard"]:
-            check_tensorboard()
+            self.curves = Curves(self.folder, self.epoch * self.steps + self.step + 1)
         os.makedirs(self.folder, exist_ok=True)
-        self.lock = _lock(self.folder)
-        newest = os.path.join(self.folder, NEWEST)
-        held = _held(self.folder)
+        self.lock = lock_folder(self.folder)
         inside = self.path is not None and os.path.dirname(self.path) == self.folder
-        if held and not inside:
+        if not inside and (held := self._held()):
             raise ValueError(f"{self.folder} holds a run ({held}): give another --checkpoint-dir")
-        if inside and self.args["resume"] != "auto" and not _same(self.path, newest):
-            raise ValueError(
-                f"{self.path} is not the newest checkpoint of its folder: "
-                "give another --checkpoint-dir to go on from it"
-            )
+        continued = not inside or is_same(self.path, self.newest)
+        if not continued and self.args["resume"] != "auto":
+            other = "give another --checkpoint-dir to go on from it"
+            raise ValueError(f"{self.path} is not the newest checkpoint of its folder: {other}")
         for name in os.listdir(self.folder):
-            if TEMPORARY.fullmatch(name):  # of a process that was killed
-                os.remove(os.path.join(self.folder, name))
-        if inside and not _same(self.path, newest):
-            if os.path.lexists(newest):  # a damaged one
-                _link(newest, _free(os.path.join(self.folder, "checkpoint.damaged{}.pth")))
-            _link(self.path, newest)
+            if TEMPORARY.fullmatch(name):
+                remove(os.path.join(self.folder, name))
+        if not continued:
+            if os.path.lexists(self.newest):  # and damaged
+                link(self.newest, f"{self.folder}/checkpoint.damaged-{int(time.time())}.pth")
+            link(self.path, self.newest)
         cut_rows(self.folder, self.epoch, self.step)
 
     def restore(self, net, optimizer, scaler, meters):
         """Fill them from the checkpoint, if there is one; from now on save() saves them.
 
-        Momentum, weight decay and what else the groups of the optimizer hold stay the command
-        line's; the learning rate does until the next step sets it.
+        What else the groups of the optimizer hold (momentum, weight decay) stays the command
+        line's. So does the learning rate, from the next step on.
         """
         self.net, self.optimizer, self.scaler, self.meters = net, optimizer, scaler, meters
         if "dampening" in optimizer.defaults:
@@ -181,32 +152,34 @@ class Run:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         if self.checkpoint is None:
             return
-        checkpoint, self.checkpoint = self.checkpoint, {"args": self.checkpoint["args"]}
-        net.load_state_dict(checkpoint["state_dict"])
-        saved = checkpoint["optimizer"]
+        net.load_state_dict(self.checkpoint["state_dict"])
+        saved = self.checkpoint["optimizer"]
         optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
         for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group["lr"] = old["lr"]
         for weight, state in optimizer.state.items():
-            for (
-                key,
-                value,
-            ) in state.items():  # fused kernels read both as flat memory: in one layout
+            for key, value in state.items():
                 if torch.is_tensor(value) and value.shape == weight.shape:
+                    # Fused kernels read both as flat memory: they must lie there in one order.
                     state[key] = torch.empty_like(weight).copy_(value)
-        if scaler.state_dict().keys() == checkpoint["scaler"].keys():  # else of another precision
-            scaler.load_state_dict(checkpoint["scaler"])
+        if scaler.state_dict().keys() == self.checkpoint["scaler"].keys():  # else another precision
+            scaler.load_state_dict(self.checkpoint["scaler"])
         for meter in meters:
-            meter.sum, meter.count = checkpoint["meters"][meter.name]
+            meter.sum, meter.count = self.checkpoint["meters"][meter.name]
+        self.checkpoint = {"args": self.checkpoint["args"]}  # the rest is memory
 
     def save(self, row=None, acc1=None):
         """Write checkpoint.pth; the one before becomes checkpoint.prev.pth.
 
-        After a validation: `row`, a dict, is added to metrics.jsonl and drawn, and if acc1 is the
-        best acc@1 so far, model_best.pth is the same file. checkpoint.pth is replaced last: after a crash before that, the save is repeated. Each file
-        is the old or the new one at every moment. Raises OSError, and leaves the old ones, when
+        After a validation: `row`, a dict, is added to metrics.jsonl, and if acc1 is the best acc@1
+        so far, model_best.pth is the same file. checkpoint.pth is replaced last: after a crash
+        before that, the epoch's end is repeated. Raises OSError, and leaves the old files, when
         they cannot be written; FloatingPointError for weights that are not finite.
         """
+        bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
+        bad += [name for name, x in self.net.named_buffers() if x.isnan().any()]
+        if bad:
+            raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
         is_best = acc1 is not None and acc1 > self.best_acc1
         if is_best:
             self.best_acc1 = acc1
@@ -222,33 +195,32 @@ class Run:
             "classes": self.classes,
             "args": self.args,
         }
-        bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
-        bad += [name for name, x in self.net.named_buffers() if x.isnan().any()]
-        if bad:
-            raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
-        newest, previous, best = (os.path.join(self.folder, n) for n in (NEWEST, PREVIOUS, BEST))
-        new = f"{newest}.{os.getpid()}.tmp"
+        new = temporary(self.newest)
         try:
             with open(new, "wb") as file:
                 torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+                sync(file)
             if is_best:
-                _link(new, best)
+                link(new, os.path.join(self.folder, BEST))
             if row:
                 append_row(self.folder, row)
-                self.draw({f"epoch/{name}": value for name, value in row.items()})
-            if os.path.exists(newest):
-                _link(newest, previous)
-            os.replace(new, newest)
+            if os.path.exists(self.newest):
+                link(self.newest, os.path.join(self.folder, PREVIOUS))
+            os.replace(new, self.newest)
             directory = os.open(self.folder, os.O_RDONLY)
             os.fsync(directory)
             os.close(directory)
         except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
-            with contextlib.suppress(OSError):
-                os.remove(new)
-            kept = "; the one before it is untouched" if os.path.exists(newest) else ""
-            raise OSError(f"cannot write {newest}: {error}{kept}") from error
+            remove(new)
+            kept = "; the one before it is untouched" if os.path.exists(self.newest) else ""
+            raise OSError(f"cannot write {self.newest}: {error}{kept}") from error
+        if row:
+            self.draw({f"epoch/{name}": value for name, value in row.items()})
+
+    def draw(self, values):
+        """Add a point to the curves of TensorBoard, numbers by name, if --tensorboard is given."""
+        if self.curves:
+            self.curves.add(self.epoch * self.steps + self.step, values)
 
 
 class Damaged(ValueError):
@@ -282,57 +254,12 @@ def read_checkpoint(path):
     except RuntimeError as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from None
     if not isinstance(checkpoint, dict) or not checkpoint.keys() >= KEYS:
-        missing = sorted(KEYS - set(checkpoint))
-        raise ValueError(f"{path} is no checkpoint of these scripts: it lacks {', '.join(missing)}")
+        raise ValueError(f"{path} is no checkpoint of these scripts: it lacks some of {KEYS}")
     return checkpoint | {"crc": crc}
 
 
 def fingerprint(dataset):
-    """A number for the classes and files of a data set; for its length where it does not tell."""
-    names = getattr(dataset, "paths", [])
-    known = repr((list(getattr(dataset, "classes", [])), len(dataset))).encode()
-    return zlib.crc32(b"\0".join(names) if len(names) else b"", zlib.crc32(known))
-
-
-def _held(folder):
-    """The first file in the folder that a run has left there, or None."""
-    names = (NEWEST, PREVIOUS, BEST, "metrics.jsonl")
-    return next((n for n in names if os.path.lexists(os.path.join(folder, n))), None)
-
-
-def _lock(folder):
-    """Lock the folder for as long as the file that this returns is open in this process."""
-    lock = open(os.path.join(folder, ".lock"), "a")  # noqa: SIM115
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):  # others: a file system without locks
-            message = f"another run is writing to {folder}: choose another --checkpoint-dir"
-            raise ValueError(message) from None
-    return lock
-
-
-def _free(pattern):
-    """The first name that is not taken: with "", ".1", ".2", ... in the place of {}."""
-    number = 0
-    while os.path.lexists(path := pattern.format(f".{number}" if number else "")):
-        number += 1
-    return path
-
-
-def _same(path, other):
-    return os.path.exists(other) and os.path.samefile(path, other)
-
-
-def _link(source, target):
-    """Let `target` be `source` too, in one step: no moment without a file of that name."""
-    if _same(source, target):
-        return  # we crashed after linking; renaming a hard link onto its twin does nothing
-    new = f"{target}.{os.getpid()}.tmp"
-    try:
-        os.link(source, new)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, new)
-        with open(new, "rb+") as file:
-            os.fsync(file.fileno())
-    os.replace(new, target)
+    """A number that changes with the classes, the files and the length of a data set."""
+    known = list(getattr(dataset, "classes", [])), len(dataset)
+    files = b"\0".join(getattr(dataset, "paths", []))
+    return zlib.crc32(files, zlib.crc32(repr(known).encode()))

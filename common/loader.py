@@ -70,20 +70,18 @@ class TrainSampler:
         return ((self.epoch, index) for index in part[self.rank :: self.world_size].tolist())
 
 
-def make_loader(dataset, sampler, batch_size, workers, device, timeout=0):
+def make_loader(dataset, sampler, batch_size, workers, device):
     """A DataLoader whose workers live as long as it does, and in which no batch is used twice.
 
     Items may be tensors, numbers, tuples and dicts of them, as for any DataLoader. Images, uint8
     [3, h, w], become batches uint8 [n, 3, h, w] in channels_last. batch_size: images of this
-    process alone. timeout: seconds to wait for a batch, after which RuntimeError is raised; 0 for
-    no limit.
+    process alone.
     """
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
         num_workers=workers,
-        timeout=timeout if workers else 0,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
         worker_init_fn=_init_worker,

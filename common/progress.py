@@ -7,6 +7,8 @@ import time
 import torch
 from tqdm import tqdm
 
+BAR = "{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}"
+
 
 class ProgressMeter:
     """Show how an epoch goes: a bar at a terminal, else one line per display().
@@ -51,7 +53,7 @@ class ProgressMeter:
                 file=sys.stdout,
                 mininterval=0,
                 dynamic_ncols=True,
-                bar_format="{desc} {percentage:3.0f}%|{bar:16}| {n}/{total} [{remaining}] {postfix}",
+                bar_format=BAR,
             )
         self.bar.set_postfix_str("  ".join(parts), refresh=False)
         self.bar.update(run.step - self.bar.n)
@@ -102,10 +104,11 @@ def print_banner(run, train_set, val_set, workers, backend, device):
     elif args["evaluate"] or args["resume"]:
         weights = "those of torchvision" if args["pretrained"] else "random"
         lines.append(f"no checkpoint: the weights are {weights}")
-    changed = run.changed()
-    for name, (before, now) in changed.items():
+    before = run.checkpoint["args"] if run.checkpoint else {}
+    changed = {name for name in before.keys() & args.keys() if before[name] != args[name]}
+    for name in sorted(changed - {"resume", "evaluate", "predictions", "tensorboard"}):
         note = ", same global batches" * (name == "world_size" and "batch_size" not in changed)
-        lines.append(f"  changed: {name} {before} -> {now}{note}")
+        lines.append(f"  changed: {name} {before[name]} -> {args[name]}{note}")
     done = run.epoch * run.steps + run.step
     if not args["evaluate"] and done >= run.last_step:
         lines.append(f"nothing left to train: {done} of {run.last_step} steps are done")

@@ -7,14 +7,15 @@ import json
 import math
 import os
 
+from .files import replace_text, sync
+
 
 def append_row(folder, row):
-    """Add a dict as a line to metrics.jsonl, and have it on the disk. NaN and infinity become null."""
-    odd = [key for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)]
-    row = row | dict.fromkeys(odd)
+    """Add a dict as a line to metrics.jsonl; NaN and infinity, which JSON lacks, become null."""
+    lost = [key for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)]
     with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
-        file.write(json.dumps(row) + "\n")
-        _sync(file)
+        file.write(json.dumps(row | dict.fromkeys(lost)) + "\n")
+        sync(file)
 
 
 def cut_rows(folder, epoch, step):
@@ -27,7 +28,7 @@ def cut_rows(folder, epoch, step):
             row = json.loads(line)
             if (row["epoch"], row["step"]) <= (epoch, step):
                 kept.append(line)
-    _write(path, lambda file: file.writelines(kept))
+    replace_text(path, lambda file: file.writelines(kept))
 
 
 def save_predictions(path, dataset, predictions):
@@ -35,8 +36,8 @@ def save_predictions(path, dataset, predictions):
 
     Its columns are path, class, predicted class and confidence, the softmax of that class.
     predictions: a list with a float32 tensor [n, 2] of each rank: confidence and predicted class of
-    the images rank, rank + world_size, ... The file is the old or the new one at every moment.
-    Raises ValueError for a tensor of another length, OSError when the file cannot be written.
+    the images rank, rank + world_size, ... Raises ValueError for a tensor of another length,
+    OSError when the file cannot be written.
     """
     rows = [None] * len(dataset)
     for rank, part in enumerate(predictions):
@@ -49,53 +50,28 @@ def save_predictions(path, dataset, predictions):
             names = dataset.classes[dataset.targets[i]], dataset.classes[int(predicted)]
             writer.writerow([dataset.path(i), *names, f"{confidence:.6f}"])
 
-    try:
-        _write(path, write)
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error}") from error
-
-
-def _write(path, write):
-    """Replace a file by what write(file) writes, in one step."""
-    new = f"{path}.{os.getpid()}.tmp"
-    try:
-        # A file's name on disk may be any bytes: surrogateescape writes them as they are.
-        with open(new, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            write(file)
-            _sync(file)
-        os.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.remove(new)
-        raise
-
-
-def _sync(file):
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def check_tensorboard():
-    """Raises ValueError where the package is missing."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs a package: pip install tensorboard")
+    replace_text(path, write)
 
 
 class Curves:
-    """Curves for TensorBoard, in `folder`/tensorboard.
+    """Curves for TensorBoard, in `folder`/tensorboard; nothing is written before the first point.
 
-    step: where they begin, counted over all epochs. What an interrupted run has drawn from there on
-    is not shown any more.
+    first: the first step, counted over all epochs, that will be drawn. What an interrupted run has
+    drawn from there on is not shown any more. Raises ValueError where the package is missing.
     """
 
-    def __init__(self, folder, step):
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds
-
-        self.writer = SummaryWriter(os.path.join(folder, "tensorboard"), purge_step=step)
+    def __init__(self, folder, first):
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard needs a package: pip install tensorboard")
+        self.how = {"log_dir": os.path.join(folder, "tensorboard"), "purge_step": first}
+        self.writer = None
 
     def add(self, step, values):
-        """Add a point to each curve. values: numbers by name; None is no point."""
+        """Add a point to each curve. values: numbers by name."""
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds
+
+            self.writer = SummaryWriter(**self.how)
         for name, value in values.items():
-            if value is not None:
-                self.writer.add_scalar(name, value, step)
+            self.writer.add_scalar(name, value, step)
         self.writer.flush()  # a process may end at any moment
