@@ -67,7 +67,7 @@ def main():
     local_world_size = 1
     stop = Stop(launched=False)
 
-    # What a user can get wrong is found before anything expensive starts.
+    # Find what a user can get wrong before anything expensive starts.
     with user_errors(local_rank, stop):
         args = parse_args()
         device = pick_device(local_rank, local_world_size, args)
@@ -76,13 +76,13 @@ def main():
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         local_batch_size = args.batch_size // world_size
-        run = Run(args, train_set, train_sampler.steps, world_size)
+        run = Run(args, train_set, train_sampler.steps_per_epoch, world_size)
         torch.manual_seed(args.seed)
         net = build_model(args, len(train_set.classes), device, local_batch_size)
         if rank == 0 and not args.evaluate:
             run.open_folder()
 
-    # From here on an error ends this process, and says where it was.
+    # From here on, an error ends this process with a line that names its epoch and step.
     watch = Watch(rank, world_size, run)
 
     # Data. This process reads whole batches, and the whole validation set.
@@ -95,7 +95,7 @@ def main():
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
 
-    # Model. `net` is the plain module: it is saved and loaded.
+    # Model. `net` is the plain module: it is saved and loaded. `model` is trained and evaluated.
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = torch.optim.SGD(
         net.parameters(),
@@ -119,25 +119,25 @@ def main():
     if rank == 0:
         print_banner(run, train_set, val_set, workers, "nn.DataParallel", device)
     if args.evaluate:
+        stop.restore_defaults()  # nothing needs to be saved
         validate(val_batches, model, rank, world_size, args)
 
-    epochs = 0 if args.evaluate else math.ceil(run.last_step / run.steps)
-    stopped = False
+    epochs = 0 if args.evaluate else math.ceil(run.total_steps / run.steps_per_epoch)
     for epoch in range(run.epoch, epochs):
-        end = min(run.steps, run.last_step - epoch * run.steps)  # --max-steps may cut the last one
-        if run.step == run.steps:
-            speed = {}  # an earlier run has trained this epoch, and ended before its validation did
+        # --max-steps may cut the last epoch.
+        end = min(run.steps_per_epoch, run.total_steps - epoch * run.steps_per_epoch)
+        if run.step == run.steps_per_epoch:
+            speed = {}  # resumed from a checkpoint between this epoch's training and validation
         elif run.step < end:
-            train_sampler.set_epoch(epoch, run.step, end)  # another order in each epoch
+            train_sampler.set_epoch(epoch, run.step, end)  # a new order, and the steps still to do
             speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
-            if speed is None:
-                stopped = True
-                break
         else:
-            break  # an earlier run has come to --max-steps
+            break  # resumed from a checkpoint that is at --max-steps already
+        if run.step < end:
+            break  # stopped by a signal
 
         val_loss, acc1, acc5 = validate(val_batches, model, rank, world_size, args)
-        if run.step == run.steps:
+        if run.step == run.steps_per_epoch:
             run.epoch, run.step = epoch + 1, 0
         if rank == 0:
             row = {
@@ -152,25 +152,28 @@ def main():
                 "batch_size": args.batch_size,
             }
             run.save(row | speed, acc1)
+        if stop.agreed:
+            break
 
-    if rank == 0 and stopped:
+    unfinished = run.global_step() < run.total_steps and not args.evaluate
+    if rank == 0 and unfinished:
         print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
-    stop.ignore()
-    return 75 if stopped else 0  # EX_TEMPFAIL: try again
+    stop.ignore()  # a signal from here on could only hide the exit code
+    return 75 if unfinished else 0  # EX_TEMPFAIL: start it again
 
 
 def train(batches, model, criterion, run, stop, rank, world_size, args):
-    """Train an epoch from run.step on.
+    """Train an epoch from run.step on, to its end or until a signal stops it.
 
-    Returns its speed, a dict for metrics.jsonl, or None when a signal has stopped it.
+    Returns how fast it was, a dict for metrics.jsonl.
     """
     device, optimizer, scaler = batches.device, run.optimizer, run.scaler
     progress = ProgressMeter(run, end=run.step + len(batches))
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
     model.train()
     for images, target in batches:
-        seed_step(args.seed, run.epoch, run.step, rank)
-        lr = learning_rate(args, run.epoch + run.step / run.steps)
+        seed_step(args.seed, run.epoch, run.step, rank)  # dropout is the same after a resume
+        lr = learning_rate(args, run.epoch + run.step / run.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("scale", 1)  # a group may have a rate of its own
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -183,44 +186,46 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
         scaler.update()
 
         run.step += 1
-        # Sums of 24-bit numbers are exact in float64: an interruption leaves no trace in them.
+        # float64 adds up float32 values without rounding: a resumed run has the same averages.
         sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
-        save_now = args.checkpoint_freq > 0 and run.step % args.checkpoint_freq == 0
-        if run.step == progress.end:
-            save_now = run.step == run.steps  # an epoch that --max-steps cuts: after its validation
-        # Not in every step: reading a number makes the CPU wait for the GPUs.
-        if save_now or run.step % args.print_freq == 0 or run.step == progress.end:
+        at_end = run.step == progress.end
+        # A complete epoch is saved before its validation, so that a crash there costs that alone.
+        # One that --max-steps cuts is saved after its validation.
+        save_now = run.step == run.steps_per_epoch
+        if args.checkpoint_freq > 0 and not at_end:
+            save_now = run.step % args.checkpoint_freq == 0
+        # Not in every step: to read numbers, the CPU waits for the GPUs.
+        if save_now or at_end or run.step % args.print_freq == 0:
             sums[3] = stop.requested.is_set()
-            *values, stopping = sums.tolist()
+            *values, stop.agreed = sums.tolist()
             sums.zero_()
             if not math.isfinite(values[0]):
                 raise FloatingPointError(f"the loss is {values[0]}")
             progress.update(values)
-            stopping = stopping and run.step < progress.end  # at the end, validation comes first
             if rank == 0:
                 progress.display(lr)
-                if save_now or stopping:
+                if save_now or (stop.agreed and not at_end):
                     run.save()
-            if stopping:
-                return None
+            if stop.agreed:
+                break
     return progress.close(batches.waited())
 
 
 def learning_rate(args, epoch):
-    """After `epoch` epochs, a float: linear warm-up to the peak, then half a cosine to zero."""
+    """The rate after `epoch` epochs, a fraction too: linear warm-up, then half a cosine to zero."""
     peak = args.lr * args.batch_size / 256
     if epoch < args.warmup_epochs:
-        return peak * max(epoch, 0.01) / args.warmup_epochs
+        return peak * min(1.0, max(epoch, 0.01) / args.warmup_epochs)  # not 0 in the first step
     done = (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
 @torch.no_grad()
 def validate(batches, net, rank, world_size, args):
-    """Mean loss, acc@1 and acc@5 over the data set, in which every image counts once."""
+    """Mean loss, acc@1 and acc@5 over the data set: every image counts exactly once."""
     device, dataset = batches.device, batches.loader.dataset
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, images
-    predictions = [torch.zeros(0, 2, device=device)]  # of each image: confidence and class
+    predictions = [torch.zeros(0, 2, device=device)]  # [n, 2] of each batch: confidence and class
     net.eval()
     for images, target in batches:
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -228,9 +233,11 @@ def validate(batches, net, rank, world_size, args):
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)
-        predictions.append(torch.stack(output.float().softmax(dim=1).max(dim=1), dim=1))
+        if args.predictions:
+            confidence, predicted = output.float().softmax(dim=1).max(dim=1)
+            predictions.append(torch.stack([confidence, predicted], dim=1))
 
-    # Batches differ in size: divide once, at the end, not per batch.
+    # Batches differ in size: add up first, divide once by the number of all images.
     *values, count = sums.tolist()
     assert count == len(dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)

@@ -32,7 +32,7 @@ from common.seeds import seed_step
 from common.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ALONE = {  # what torchrun would set for a group of one process
+GROUP_OF_ONE = {  # what torchrun would set for a single process
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
@@ -78,29 +78,30 @@ def parse_args():
 
 def main():
     # Who am I? torchrun sets these variables for each process; plain python is a group of one.
-    with user_errors(local_rank=0):
-        complete_environment(ALONE)
-    rank = int(os.environ["RANK"])
-    local_rank = int(os.environ["LOCAL_RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    with user_errors(rank=0):
+        complete_environment(GROUP_OF_ONE)
+    rank = int(os.environ["RANK"])  # my number among all processes
+    local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
+    world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # and on this machine
     stop = Stop(launched="TORCHELASTIC_RUN_ID" in os.environ)
 
-    # What a user can get wrong is found before any process waits for another.
+    # Find what a user can get wrong before any process waits for another.
     with user_errors(local_rank, stop):
         args = parse_args()
         device = pick_device(local_rank, local_world_size, args)
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         local_batch_size = args.batch_size // world_size
-        run = Run(args, train_set, train_sampler.steps, world_size)
+        run = Run(args, train_set, train_sampler.steps_per_epoch, world_size)
         torch.manual_seed(args.seed)
         net = build_model(args, len(train_set.classes), device, local_batch_size)
         store = restart_safe_store(rank, world_size, args.dist_timeout)
         if rank == 0 and not args.evaluate:
             run.open_folder()
 
-    # From here on an error or a hang ends this process, and says where it was.
+    # From here on, an error ends this process with a line that names its rank, epoch and step. So
+    # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
     watch = Watch(rank, world_size, run, store, args.dist_timeout)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     with watch:
@@ -110,7 +111,7 @@ def main():
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=args.dist_timeout),
-            device_id=device if backend == "nccl" else None,  # else NCCL guesses it from the rank
+            device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
         )
 
     # Data. Each process reads its own part of each batch, and its own part of the validation set.
@@ -118,14 +119,14 @@ def main():
     train_loader = make_loader(
         Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
     )
-    val_sampler = range(rank, len(val_set), world_size)
+    val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
     val_loader = make_loader(val_set, val_sampler, local_batch_size, workers, device)
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
-    with user_errors(rank, stop):  # nodes may have disks of their own
+    with user_errors(rank, stop):  # each node may have read a disk of its own
         run.check_same(train_set, val_set, rank, world_size, device, reduce_mean)
 
-    # Model. `net` is the plain module: it is saved, loaded and evaluated.
+    # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = torch.optim.SGD(
         net.parameters(),
@@ -136,39 +137,41 @@ def main():
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # Strategy. DDP copies rank 0's weights to all now, and averages gradients in backward().
+    # Strategy. DDP now copies rank 0's weights to all processes. In backward() it averages the
+    # gradients of all.
     model = nn.SyncBatchNorm.convert_sync_batchnorm(net) if args.sync_bn else net
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # not in every forward(): once, before validation
+    model.broadcast_buffers = False  # BatchNorm's statistics: before validation, not in each step
 
     if args.compile:
         model.compile()
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
-    run.restore(net, optimizer, scaler, meters)
+    run.restore(net, optimizer, scaler, meters)  # every process has read the same checkpoint
     if rank == 0:
         print_banner(run, train_set, val_set, workers, backend, device)
     if args.evaluate:
+        stop.restore_defaults()  # nothing needs to be saved
         validate(val_batches, net, rank, world_size, args)
 
-    epochs = 0 if args.evaluate else math.ceil(run.last_step / run.steps)
-    stopped = False
+    epochs = 0 if args.evaluate else math.ceil(run.total_steps / run.steps_per_epoch)
     for epoch in range(run.epoch, epochs):
-        end = min(run.steps, run.last_step - epoch * run.steps)  # --max-steps may cut the last one
-        if run.step == run.steps:
-            speed = {}  # an earlier run has trained this epoch, and ended before its validation did
+        # --max-steps may cut the last epoch.
+        end = min(run.steps_per_epoch, run.total_steps - epoch * run.steps_per_epoch)
+        if run.step == run.steps_per_epoch:
+            speed = {}  # resumed from a checkpoint between this epoch's training and validation
         elif run.step < end:
-            train_sampler.set_epoch(epoch, run.step, end)  # another order in each epoch
+            train_sampler.set_epoch(epoch, run.step, end)  # a new order, and the steps still to do
             speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
-            if speed is None:
-                stopped = True
-                break
         else:
-            break  # an earlier run has come to --max-steps
+            break  # resumed from a checkpoint that is at --max-steps already
+        if run.step < end:
+            break  # stopped by a signal
 
-        for buffer in net.buffers():  # rank 0's BatchNorm statistics are the model's
+        # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
+        for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_batches, net, rank, world_size, args)
-        if run.step == run.steps:
+        if run.step == run.steps_per_epoch:
             run.epoch, run.step = epoch + 1, 0
         if rank == 0:
             row = {
@@ -183,29 +186,32 @@ def main():
                 "batch_size": args.batch_size,
             }
             run.save(row | speed, acc1)
+        if stop.agreed:
+            break
 
-    if rank == 0 and stopped:
+    unfinished = run.global_step() < run.total_steps and not args.evaluate
+    if rank == 0 and unfinished:
         print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
-    stop.ignore()
+    stop.ignore()  # a signal from here on could only hide the exit code
     del model
     gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()
     dist.destroy_process_group()
-    return 75 if stopped else 0  # EX_TEMPFAIL: try again
+    return 75 if unfinished else 0  # EX_TEMPFAIL: start it again
 
 
 def train(batches, model, criterion, run, stop, rank, world_size, args):
-    """Train an epoch from run.step on.
+    """Train an epoch from run.step on, to its end or until a signal stops it.
 
-    Returns its speed, a dict for metrics.jsonl, or None when a signal has stopped it.
+    Returns how fast it was, a dict for metrics.jsonl.
     """
     device, optimizer, scaler = batches.device, run.optimizer, run.scaler
     progress = ProgressMeter(run, end=run.step + len(batches))
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
     model.train()
     for images, target in batches:
-        seed_step(args.seed, run.epoch, run.step, rank)
-        lr = learning_rate(args, run.epoch + run.step / run.steps)
+        seed_step(args.seed, run.epoch, run.step, rank)  # dropout is the same after a resume
+        lr = learning_rate(args, run.epoch + run.step / run.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("scale", 1)  # a group may have a rate of its own
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -218,64 +224,69 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
         scaler.update()
 
         run.step += 1
-        # Sums of 24-bit numbers are exact in float64: an interruption leaves no trace in them.
+        # float64 adds up float32 values without rounding: a resumed run has the same averages.
         sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
-        save_now = args.checkpoint_freq > 0 and run.step % args.checkpoint_freq == 0
-        if run.step == progress.end:
-            save_now = run.step == run.steps  # an epoch that --max-steps cuts: after its validation
-        # Not in every step: reading a number makes the CPU wait for the GPU, and for all processes.
-        if save_now or run.step % args.print_freq == 0 or run.step == progress.end:
-            sums[3] = stop.requested.is_set()  # if one process is to stop, all do
+        at_end = run.step == progress.end
+        # A complete epoch is saved before its validation, so that a crash there costs that alone.
+        # One that --max-steps cuts is saved after its validation.
+        save_now = run.step == run.steps_per_epoch
+        if args.checkpoint_freq > 0 and not at_end:
+            save_now = run.step % args.checkpoint_freq == 0
+        # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
+        if save_now or at_end or run.step % args.print_freq == 0:
+            sums[3] = stop.requested.is_set()
             *values, stopping = reduce_mean(sums, world_size).tolist()
+            stop.agreed = stopping > 0  # one process that was asked to stop is enough
             sums.zero_()
             if not math.isfinite(values[0]):
                 raise FloatingPointError(f"the loss is {values[0]}")
             progress.update(values)
-            stopping = stopping and run.step < progress.end  # at the end, validation comes first
             if rank == 0:
                 progress.display(lr)
-                if save_now or stopping:
+                if save_now or (stop.agreed and not at_end):
                     run.save()
-            if stopping:
-                return None
+            if stop.agreed:
+                break
     return progress.close(batches.waited())
 
 
 def learning_rate(args, epoch):
-    """After `epoch` epochs, a float: linear warm-up to the peak, then half a cosine to zero."""
+    """The rate after `epoch` epochs, a fraction too: linear warm-up, then half a cosine to zero."""
     peak = args.lr * args.batch_size / 256
     if epoch < args.warmup_epochs:
-        return peak * max(epoch, 0.01) / args.warmup_epochs
+        return peak * min(1.0, max(epoch, 0.01) / args.warmup_epochs)  # not 0 in the first step
     done = (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
 @torch.no_grad()
 def validate(batches, net, rank, world_size, args):
-    """Mean loss, acc@1 and acc@5 over the data set, in which every image counts once."""
+    """Mean loss, acc@1 and acc@5 over the data set: every image counts exactly once."""
     device, dataset = batches.device, batches.loader.dataset
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, images
-    predictions = [torch.zeros(0, 2, device=device)]  # of each image: confidence and class
+    predictions = [torch.zeros(0, 2, device=device)]  # [n, 2] of each batch: confidence and class
     net.eval()
     for images, target in batches:
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-            output = net(images)  # DDP would wait here for processes with no batch left
+            output = net(images)  # needs no other process: parts may differ in length
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)
-        predictions.append(torch.stack(output.float().softmax(dim=1).max(dim=1), dim=1))
+        if args.predictions:
+            confidence, predicted = output.float().softmax(dim=1).max(dim=1)
+            predictions.append(torch.stack([confidence, predicted], dim=1))
 
-    # Parts differ in size: divide once, after the reduction, not per batch or process.
+    # Batches and parts differ in size: add up first, divide once by the number of all images.
     *values, count = reduce_mean(sums, world_size).tolist()
     assert round(count * world_size) == len(dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     if args.predictions:
-        everything = [None] * world_size
-        dist.all_gather_object(everything, torch.cat(predictions).cpu())
+        all_predictions = [None] * world_size
+        dist.all_gather_object(all_predictions, torch.cat(predictions).cpu())
         if rank == 0:
-            save_predictions(args.predictions, dataset, everything)
+            save_predictions(args.predictions, dataset, all_predictions)
     return loss, acc1, acc5
 
 

@@ -77,7 +77,7 @@ def main():
     local_world_size = hvd.local_size()
     stop = Stop(launched="HOROVOD_RANK" in os.environ)
 
-    # What a user can get wrong is found before any process waits for another.
+    # Find what a user can get wrong before any process waits for another.
     with user_errors(local_rank, stop):
         args = parse_args()
         device = pick_device(local_rank, local_world_size, args)
@@ -86,13 +86,13 @@ def main():
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         local_batch_size = args.batch_size // world_size
-        run = Run(args, train_set, train_sampler.steps, world_size)
+        run = Run(args, train_set, train_sampler.steps_per_epoch, world_size)
         torch.manual_seed(args.seed)
         net = build_model(args, len(train_set.classes), device, local_batch_size)
         if rank == 0 and not args.evaluate:
             run.open_folder()
 
-    # From here on an error ends this process, and says where it was.
+    # From here on, an error ends this process with a line that names its rank, epoch and step.
     watch = Watch(rank, world_size, run)
     backend = "Horovod with " + ("nccl" if hvd.nccl_built() else "gloo")
 
@@ -101,14 +101,14 @@ def main():
     train_loader = make_loader(
         Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
     )
-    val_sampler = range(rank, len(val_set), world_size)
+    val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
     val_loader = make_loader(val_set, val_sampler, local_batch_size, workers, device)
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
-    with user_errors(rank, stop):  # nodes may have disks of their own
+    with user_errors(rank, stop):  # each node may have read a disk of its own
         run.check_same(train_set, val_set, rank, world_size, device, reduce_mean)
 
-    # Model. `net` is the plain module: it is saved, loaded and evaluated.
+    # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = torch.optim.SGD(
         net.parameters(),
@@ -128,31 +128,32 @@ def main():
     if args.compile:
         model.compile()
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
-    run.restore(net, optimizer, scaler, meters)
+    run.restore(net, optimizer, scaler, meters)  # every process has read the same checkpoint
     if rank == 0:
         print_banner(run, train_set, val_set, workers, backend, device)
     if args.evaluate:
+        stop.restore_defaults()  # nothing needs to be saved
         validate(val_batches, net, rank, world_size, args)
 
-    epochs = 0 if args.evaluate else math.ceil(run.last_step / run.steps)
-    stopped = False
+    epochs = 0 if args.evaluate else math.ceil(run.total_steps / run.steps_per_epoch)
     for epoch in range(run.epoch, epochs):
-        end = min(run.steps, run.last_step - epoch * run.steps)  # --max-steps may cut the last one
-        if run.step == run.steps:
-            speed = {}  # an earlier run has trained this epoch, and ended before its validation did
+        # --max-steps may cut the last epoch.
+        end = min(run.steps_per_epoch, run.total_steps - epoch * run.steps_per_epoch)
+        if run.step == run.steps_per_epoch:
+            speed = {}  # resumed from a checkpoint between this epoch's training and validation
         elif run.step < end:
-            train_sampler.set_epoch(epoch, run.step, end)  # another order in each epoch
+            train_sampler.set_epoch(epoch, run.step, end)  # a new order, and the steps still to do
             speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
-            if speed is None:
-                stopped = True
-                break
         else:
-            break  # an earlier run has come to --max-steps
+            break  # resumed from a checkpoint that is at --max-steps already
+        if run.step < end:
+            break  # stopped by a signal
 
-        for buffer in net.buffers():  # rank 0's BatchNorm statistics are the model's
+        # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
+        for buffer in net.buffers():
             hvd.broadcast_(buffer, root_rank=0)
         val_loss, acc1, acc5 = validate(val_batches, net, rank, world_size, args)
-        if run.step == run.steps:
+        if run.step == run.steps_per_epoch:
             run.epoch, run.step = epoch + 1, 0
         if rank == 0:
             row = {
@@ -167,27 +168,30 @@ def main():
                 "batch_size": args.batch_size,
             }
             run.save(row | speed, acc1)
+        if stop.agreed:
+            break
 
-    if rank == 0 and stopped:
+    unfinished = run.global_step() < run.total_steps and not args.evaluate
+    if rank == 0 and unfinished:
         print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
-    stop.ignore()
+    stop.ignore()  # a signal from here on could only hide the exit code
     hvd.barrier()  # horovodrun kills the others once one has ended with 75: not while rank 0 saves
     hvd.shutdown()
-    return 75 if stopped else 0  # EX_TEMPFAIL: try again
+    return 75 if unfinished else 0  # EX_TEMPFAIL: start it again
 
 
 def train(batches, model, criterion, run, stop, rank, world_size, args):
-    """Train an epoch from run.step on.
+    """Train an epoch from run.step on, to its end or until a signal stops it.
 
-    Returns its speed, a dict for metrics.jsonl, or None when a signal has stopped it.
+    Returns how fast it was, a dict for metrics.jsonl.
     """
     device, optimizer, scaler = batches.device, run.optimizer, run.scaler
     progress = ProgressMeter(run, end=run.step + len(batches))
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
     model.train()
     for images, target in batches:
-        seed_step(args.seed, run.epoch, run.step, rank)
-        lr = learning_rate(args, run.epoch + run.step / run.steps)
+        seed_step(args.seed, run.epoch, run.step, rank)  # dropout is the same after a resume
+        lr = learning_rate(args, run.epoch + run.step / run.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("scale", 1)  # a group may have a rate of its own
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -202,26 +206,29 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
         scaler.update()
 
         run.step += 1
-        # Sums of 24-bit numbers are exact in float64: an interruption leaves no trace in them.
+        # float64 adds up float32 values without rounding: a resumed run has the same averages.
         sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
-        save_now = args.checkpoint_freq > 0 and run.step % args.checkpoint_freq == 0
-        if run.step == progress.end:
-            save_now = run.step == run.steps  # an epoch that --max-steps cuts: after its validation
-        # Not in every step: reading a number makes the CPU wait for the GPU, and for all processes.
-        if save_now or run.step % args.print_freq == 0 or run.step == progress.end:
-            sums[3] = stop.requested.is_set()  # if one process is to stop, all do
+        at_end = run.step == progress.end
+        # A complete epoch is saved before its validation, so that a crash there costs that alone.
+        # One that --max-steps cuts is saved after its validation.
+        save_now = run.step == run.steps_per_epoch
+        if args.checkpoint_freq > 0 and not at_end:
+            save_now = run.step % args.checkpoint_freq == 0
+        # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
+        if save_now or at_end or run.step % args.print_freq == 0:
+            sums[3] = stop.requested.is_set()
             *values, stopping = reduce_mean(sums, world_size).tolist()
+            stop.agreed = stopping > 0  # one process that was asked to stop is enough
             sums.zero_()
             if not math.isfinite(values[0]):
                 raise FloatingPointError(f"the loss is {values[0]}")
             progress.update(values)
-            stopping = stopping and run.step < progress.end  # at the end, validation comes first
             if rank == 0:
                 progress.display(lr)
-                if save_now or stopping:
+                if save_now or (stop.agreed and not at_end):
                     run.save()
-            if stopping:
-                return None
+            if stop.agreed:
+                break
     return progress.close(batches.waited())
 
 
@@ -230,39 +237,41 @@ def reduce_mean(tensor, world_size):
 
 
 def learning_rate(args, epoch):
-    """After `epoch` epochs, a float: linear warm-up to the peak, then half a cosine to zero."""
+    """The rate after `epoch` epochs, a fraction too: linear warm-up, then half a cosine to zero."""
     peak = args.lr * args.batch_size / 256
     if epoch < args.warmup_epochs:
-        return peak * max(epoch, 0.01) / args.warmup_epochs
+        return peak * min(1.0, max(epoch, 0.01) / args.warmup_epochs)  # not 0 in the first step
     done = (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
 @torch.no_grad()
 def validate(batches, net, rank, world_size, args):
-    """Mean loss, acc@1 and acc@5 over the data set, in which every image counts once."""
+    """Mean loss, acc@1 and acc@5 over the data set: every image counts exactly once."""
     device, dataset = batches.device, batches.loader.dataset
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, images
-    predictions = [torch.zeros(0, 2, device=device)]  # of each image: confidence and class
+    predictions = [torch.zeros(0, 2, device=device)]  # [n, 2] of each batch: confidence and class
     net.eval()
     for images, target in batches:
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-            output = net(images)  # DDP would wait here for processes with no batch left
+            output = net(images)  # needs no other process: parts may differ in length
         loss = cross_entropy(output.float(), target)
         values = [loss, *accuracy(output, target), torch.ones_like(loss)]
         sums += torch.stack(values) * len(target)
-        predictions.append(torch.stack(output.float().softmax(dim=1).max(dim=1), dim=1))
+        if args.predictions:
+            confidence, predicted = output.float().softmax(dim=1).max(dim=1)
+            predictions.append(torch.stack([confidence, predicted], dim=1))
 
-    # Parts differ in size: divide once, after the reduction, not per batch or process.
+    # Batches and parts differ in size: add up first, divide once by the number of all images.
     *values, count = reduce_mean(sums, world_size).tolist()
     assert round(count * world_size) == len(dataset), "images lost or counted twice"
     loss, acc1, acc5 = (value / count for value in values)
     if rank == 0:
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     if args.predictions:
-        everything = hvd.allgather_object(torch.cat(predictions).cpu())
+        all_predictions = hvd.allgather_object(torch.cat(predictions).cpu())
         if rank == 0:
-            save_predictions(args.predictions, dataset, everything)
+            save_predictions(args.predictions, dataset, all_predictions)
     return loss, acc1, acc5
 
 

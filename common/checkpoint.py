@@ -22,17 +22,17 @@ class Run:
 
     Reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
     args.checkpoint_dir, or starts afresh. restore() then fills the model and what trains it, and
-    save() writes them. train_set: a data set with a list `classes`. steps: of an epoch; a run whose
-    `step` equals it has trained that epoch, and not validated it. Raises ValueError for a
-    checkpoint that is damaged or does not fit, OSError for one that cannot be read.
+    save() writes them. A run whose `step` equals steps_per_epoch has trained that epoch and not
+    validated it. total_steps: where the run ends. train_set: a data set with a list `classes`.
+    Raises ValueError for a checkpoint that is damaged or does not fit, OSError for one that cannot
+    be read.
     """
 
-    def __init__(self, args, train_set, steps, world_size):
+    def __init__(self, args, train_set, steps_per_epoch, world_size):
         self.folder = os.path.realpath(args.checkpoint_dir)
         self.newest = os.path.join(self.folder, NEWEST)
-        self.classes, self.steps = list(train_set.classes), steps
-        # Counted over all epochs.
-        self.last_step = min(args.epochs * steps, args.max_steps or sys.maxsize)
+        self.classes, self.steps_per_epoch = list(train_set.classes), steps_per_epoch
+        self.total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
         # Saved beside the weights: what made them, and what is compared when they are resumed.
         self.args = vars(args) | {"world_size": world_size, "images": len(train_set)}
         self.epoch, self.step, self.best_acc1 = 0, 0, 0.0
@@ -87,6 +87,9 @@ class Run:
                 in_epoch = f"{self.path} is in mid-epoch with {what} {before}"
                 raise ValueError(f"{in_epoch}: it cannot become {now}")
 
+    def global_step(self):
+        return self.epoch * self.steps_per_epoch + self.step
+
     def place(self):
         return f"epoch {self.epoch} step {self.step}"
 
@@ -118,7 +121,7 @@ class Run:
         another run writes to or has written, OSError where it cannot be written.
         """
         if self.args["tensorboard"]:
-            self.curves = Curves(self.folder, self.epoch * self.steps + self.step + 1)
+            self.curves = Curves(self.folder, self.global_step() + 1)
         os.makedirs(self.folder, exist_ok=True)
         self.lock = lock_folder(self.folder)
         inside = self.path is not None and os.path.dirname(self.path) == self.folder
@@ -220,7 +223,7 @@ class Run:
     def draw(self, values):
         """Add a point to the curves of TensorBoard, numbers by name, if --tensorboard is given."""
         if self.curves:
-            self.curves.add(self.epoch * self.steps + self.step, values)
+            self.curves.add(self.global_step(), values)
 
 
 class Damaged(ValueError):

@@ -11,12 +11,13 @@ def first_line(error):
 
 
 @contextlib.contextmanager
-def user_errors(local_rank, stop=None, remedy=None):
+def user_errors(rank, stop=None, remedy=None):
     """Turn a ValueError or an OSError into one line on stderr and exit code 2.
 
-    All processes of a node meet the same error. Local rank 0 reports it and exits, so the launcher
-    stops the others. They wait for that: if one of them exited first, the launcher could stop local
-    rank 0 before it has written its line. stop: the Stop of this process, where there is one
+    Several processes meet the same error, and only the one with rank 0 reports it. rank: the local
+    rank where each node can have an error of its own, the rank where all processes have the same.
+    The others wait until the launcher stops them: if one of them exited first, the launcher could
+    stop rank 0 before it has written its line. stop: the Stop of this process, where there is one
     already. With `remedy`, a text, an ImportError is reported the same way.
     """
     try:
@@ -24,8 +25,8 @@ def user_errors(local_rank, stop=None, remedy=None):
     except (ValueError, OSError, ImportError) as error:
         if isinstance(error, ImportError) and not remedy:
             raise
-        if local_rank:
-            # If local rank 0 has not exited after 30 s, the error is this process's own: report it.
+        if rank:
+            # If rank 0 has not exited after 30 s, the error is this process's own: report it.
             stopped = stop.requested.wait(30) if stop else time.sleep(30)
             if stopped:
                 os._exit(2)

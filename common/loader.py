@@ -53,12 +53,13 @@ class TrainSampler:
             raise ValueError(f"{length} images to train do not fill one --batch-size {batch_size}")
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.rank, self.world_size = rank, world_size
-        self.steps = length // batch_size  # of an epoch
+        self.steps_per_epoch = length // batch_size
         self.set_epoch(0)
 
     def set_epoch(self, epoch, first=0, end=None):
         """Yield the keys of this epoch's steps from `first` on, up to but not with `end`."""
-        self.epoch, self.first, self.end = epoch, first, self.steps if end is None else end
+        self.epoch, self.first = epoch, first
+        self.end = self.steps_per_epoch if end is None else end
 
     def __len__(self):
         return (self.end - self.first) * self.batch_size // self.world_size

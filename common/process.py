@@ -15,36 +15,37 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 class Stop:
     """`requested` is set once this process was asked to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP.
 
-    The training loop looks at it, and stops where all processes can. A launcher passes on what the
-    terminal has sent to every process already, so signals within two seconds are one request. A
-    later signal ends this process with exit code 128 + its number.
+    The training loop looks at it where all processes can stop together, and sets `agreed` once they
+    do. A launcher passes on what the terminal has sent to every process already, so signals within
+    two seconds are one request. A later signal ends this process with exit code 128 + its number.
 
     launched: whether a launcher started this process. Then it dies with its launcher.
     """
 
     def __init__(self, launched):
         self.requested = threading.Event()
+        self.agreed = False
         if launched:
             die_with_parent()
         if sys.stdout is None:  # closed: its number would go to the next file that is opened
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        signals = list(SIGNALS)
+        self.signals = list(SIGNALS)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            signals.remove(signal.SIGHUP)  # by nohup: the run outlives its terminal
-        for number in signals:
+            self.signals.remove(signal.SIGHUP)  # by nohup: the run outlives its terminal
+        for number in self.signals:
             signal.signal(number, lambda *_: None)
         # Python runs handlers in the main thread, which may be stuck in C++. So the numbers of all
         # signals go to a pipe at once, and a thread reads it.
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write)
-        threading.Thread(target=self._read, args=[read, signals], daemon=True).start()
+        threading.Thread(target=self._read, args=[read], daemon=True).start()
 
-    def _read(self, pipe, signals):
+    def _read(self, pipe):
         first = math.inf
         while True:
             number = os.read(pipe, 1)[0]
-            if number not in signals:
+            if number not in self.signals:
                 continue
             if time.monotonic() - first > 2:
                 os._exit(128 + number)
@@ -52,11 +53,15 @@ class Stop:
                 first = time.monotonic()
                 self.requested.set()
 
-    @staticmethod
-    def ignore():
-        """Ignore these signals from here on: a launcher's SIGTERM would replace exit code 75."""
-        for number in SIGNALS:
+    def ignore(self):
+        """Let these signals do nothing from here on."""
+        for number in self.signals:
             signal.signal(number, signal.SIG_IGN)
+
+    def restore_defaults(self):
+        """Let these signals end the process at once from here on."""
+        for number in self.signals:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def die_with_parent():

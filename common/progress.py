@@ -109,7 +109,7 @@ def print_banner(run, train_set, val_set, workers, backend, device):
     for name in sorted(changed - {"resume", "evaluate", "predictions", "tensorboard"}):
         note = ", same global batches" * (name == "world_size" and "batch_size" not in changed)
         lines.append(f"  changed: {name} {before[name]} -> {args[name]}{note}")
-    done = run.epoch * run.steps + run.step
-    if not args["evaluate"] and done >= run.last_step:
-        lines.append(f"nothing left to train: {done} of {run.last_step} steps are done")
+    done, total = run.global_step(), run.total_steps
+    if not args["evaluate"] and done >= total:
+        lines.append(f"nothing left to train: {done} of {total} steps are done")
     print(*lines, sep="\n", flush=True)

@@ -1,4 +1,4 @@
-"""How a process ends that fails or hangs: at once, and with the place where it was."""
+"""Ends a process that fails or hangs, and says where it was."""
 
 import contextlib
 import faulthandler
@@ -15,25 +15,25 @@ from .errors import say
 
 
 class Watch:
-    """Makes an error or a hang end this process, with its rank, its place and who is missing.
+    """Ends this process when it fails or hangs, with a line that names its rank, epoch and step.
 
-    An error is an uncaught exception: exit code 1, after its traceback; for a FloatingPointError
-    exit code 2, after one line of rank 0. A hang is a `with watch:` block that takes longer than
-    `seconds`, None for no limit. Code outside of such blocks has no limit.
+    A failure is an uncaught exception: its traceback is printed, and the exit code is 1. For a
+    FloatingPointError, a loss that is no number, rank 0 prints one line, and the exit code is 2. A
+    hang is a `with watch:` block that takes longer than `seconds`; None is no limit. Code outside
+    of such blocks has no limit. The end is os._exit(): an orderly exit could hang, because loader
+    workers ignore SIGTERM, and to destroy the process group is to wait for the other processes.
 
-    run: anything with a method place(), a text such as "epoch 3 step 40". store: of the process
-    group, by which the ranks tell each other that they have failed. An orderly exit could hang:
-    loader workers ignore SIGTERM, and destroying the group waits for processes that may wait for
-    this one.
+    run: an object whose place() says where it is, such as "epoch 3 step 40". store: that of the
+    process group; through it the ranks tell each other that they have failed, and a rank that does
+    not is named.
     """
 
     def __init__(self, rank, world_size, run, store=None, seconds=None):
         self.rank, self.world_size, self.run, self.store = rank, world_size, run, store
-        # NCCL's own watch would come first by a little, and aborts without place and rank.
+        # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
         self.seconds = seconds and seconds * (0.9 if torch.cuda.is_available() else 1)
         self.deadline = math.inf
         self.ending = threading.Lock()
-        # Not sys.excepthook() later: init_process_group() wraps the one that it finds.
         sys.excepthook = self._on_error
         if seconds:
             threading.Thread(target=self._on_hang, daemon=True).start()
@@ -48,8 +48,9 @@ class Watch:
     def _on_error(self, kind, error, trace):
         self.ending.acquire()  # the main thread and the watching one may come at the same time
         if kind is FloatingPointError:
-            time.sleep(3 * (self.rank > 0))  # the launcher may end all once one has exited
-            if self.rank == 0:
+            if self.rank > 0:
+                time.sleep(3)  # once one has exited the launcher may end all: rank 0 speaks first
+            else:
                 say(f"error: {error} ({self.run.place()}): a lower --lr may help")
             os._exit(2)
         lines = traceback.format_exception(kind, error, trace)
@@ -59,7 +60,8 @@ class Watch:
 
     def _on_hang(self):
         while time.monotonic() < self.deadline:
-            # Should native code keep this thread from running: a thread in C ends the process.
+            # Native code that holds the interpreter's lock stops this thread too. Then the thread
+            # of faulthandler, which is C, ends the process.
             with contextlib.suppress(RuntimeError, ValueError):  # stderr is closed
                 faulthandler.dump_traceback_later(self._left() + 60, exit=True)
             time.sleep(1)
@@ -78,7 +80,7 @@ class Watch:
         os._exit(1)
 
     def _missing(self):
-        """Which ranks have not failed too, as far as the store can tell: they are stuck or gone."""
+        """A text that names the ranks that have not failed too: they are stuck or gone."""
         silent = []
 
         def ask():
