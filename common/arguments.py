@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 
-# What flags are that are not given: with --data, and without it.
+# Defaults for --data, and for the built-in digits.
 IMAGENET = {"arch": "resnet50", "epochs": 90, "batch_size": 256, "lr": 0.1}
 IMAGENET |= {"warmup_epochs": 5.0, "image_size": 224}
 DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "lr": 0.1}
@@ -14,13 +14,15 @@ DIGITS |= {"warmup_epochs": 1.0, "image_size": 64}
 class ArgumentParser(argparse.ArgumentParser):
     """Raises ValueError where argparse would print its usage, once per process, and exit.
 
-    Flags that are not given, and stand in IMAGENET and DIGITS, take their default from the one that
-    is trained on. No text may be empty.
+    Flags of IMAGENET and DIGITS that are None take the default of the data that is trained on. An
+    empty value is an error.
     """
 
-    def parse_args(self):
-        self.set_defaults(**(IMAGENET if super().parse_args().data else DIGITS))
-        args = super().parse_args()
+    def parse_args(self, *given):
+        args = super().parse_args(*given)
+        for name, value in (IMAGENET if args.data else DIGITS).items():
+            if getattr(args, name, value) is None:
+                setattr(args, name, value)
         for name, value in vars(args).items():
             if value == "":
                 self.error(f"--{name.replace('_', '-')} is empty: is a variable not set?")

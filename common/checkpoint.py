@@ -1,6 +1,7 @@
 """Where a training run stands, and the checkpoints from which it goes on."""
 
 import errno
+import json
 import os
 import pickle
 import sys
@@ -10,8 +11,8 @@ import zlib
 
 import torch
 
-from .files import TEMPORARY, is_same, link, lock_folder, remove, sync, temporary
-from .records import Curves, append_row, cut_rows
+from .files import TEMPORARY, is_same, lock_folder, replace_by_link, sync, temporary, try_remove
+from .records import Curves, append_line, cut_rows, json_line
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
@@ -31,10 +32,14 @@ class Run:
     def __init__(self, args, train_set, steps_per_epoch, world_size):
         self.folder = os.path.realpath(args.checkpoint_dir)
         self.newest = os.path.join(self.folder, NEWEST)
-        self.classes, self.steps_per_epoch = list(train_set.classes), steps_per_epoch
+        self.classes, self.steps_per_epoch = [str(c) for c in train_set.classes], steps_per_epoch
         self.total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
         # Saved beside the weights: what made them, and what is compared when they are resumed.
-        self.args = vars(args) | {"world_size": world_size, "images": len(train_set)}
+        known = vars(args) | {"world_size": world_size, "images": len(train_set)}
+        self.args = json.loads(
+            json.dumps(known, default=str)
+        )  # plain: read_checkpoint() wants that
+        self.resumed_args = {}
         self.epoch, self.step, self.best_acc1 = 0, 0, 0.0
         self.path, self.checkpoint, self.damaged, self.curves = None, None, [], None
         if args.resume == "auto":
@@ -49,6 +54,7 @@ class Run:
             self._check_fit()
             self.epoch, self.step = self.checkpoint["epoch"], self.checkpoint["step"]
             self.best_acc1 = self.checkpoint["best_acc1"]
+            self.resumed_args = self.checkpoint["args"]
         elif args.resume and args.evaluate:
             raise ValueError(f"no checkpoint to evaluate in {self.folder}")
 
@@ -112,11 +118,11 @@ class Run:
                 raise ValueError(f"rank {others} has not the same {what} as rank 0")
 
     def open_folder(self):
-        """Make the checkpoint folder this run's, for rank 0: create, lock and tidy it.
+        """Rank 0: create, lock and tidy the checkpoint folder.
 
-        It only goes forward: a run in it is continued from its newest checkpoint or not at all, and
-        nothing is removed but temporary files of a process that was killed. A damaged newest
-        checkpoint is kept as checkpoint.damaged-TIME.pth. Lines of metrics.jsonl beyond the
+        A run in it may only be continued, and only from its newest checkpoint. Nothing is removed
+        but temporary files of a process that was killed. A damaged
+        newest checkpoint is kept as checkpoint.damaged-TIME.pth. Lines of metrics.jsonl beyond the
         checkpoint are cut, for they will be written again. Raises ValueError for a folder that
         another run writes to or has written, OSError where it cannot be written.
         """
@@ -133,11 +139,13 @@ class Run:
             raise ValueError(f"{self.path} is not the newest checkpoint of its folder: {other}")
         for name in os.listdir(self.folder):
             if TEMPORARY.fullmatch(name):
-                remove(os.path.join(self.folder, name))
+                try_remove(os.path.join(self.folder, name))
         if not continued:
             if os.path.lexists(self.newest):  # and damaged
-                link(self.newest, f"{self.folder}/checkpoint.damaged-{int(time.time())}.pth")
-            link(self.path, self.newest)
+                replace_by_link(
+                    self.newest, f"{self.folder}/checkpoint.damaged-{int(time.time())}.pth"
+                )
+            replace_by_link(self.path, self.newest)
         cut_rows(self.folder, self.epoch, self.step)
 
     def restore(self, net, optimizer, scaler, meters):
@@ -147,7 +155,7 @@ class Run:
         line's. So does the learning rate, from the next step on.
         """
         self.net, self.optimizer, self.scaler, self.meters = net, optimizer, scaler, meters
-        if "dampening" in optimizer.defaults:
+        if optimizer.defaults.get("dampening") == 0:
             # If the first fp16 step overflows, fused SGD leaves a new momentum buffer
             # uninitialised, so make it first, of zeros.
             for group in optimizer.param_groups:
@@ -157,19 +165,19 @@ class Run:
             return
         net.load_state_dict(self.checkpoint["state_dict"])
         saved = self.checkpoint["optimizer"]
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
-        for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            group["lr"] = old["lr"]
+        pairs = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
+        groups = [now | {"params": old["params"], "lr": old["lr"]} for now, old in pairs]
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
         for weight, state in optimizer.state.items():
             for key, value in state.items():
                 if torch.is_tensor(value) and value.shape == weight.shape:
                     # Fused kernels read both as flat memory: they must lie there in one order.
-                    state[key] = torch.empty_like(weight).copy_(value)
+                    state[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
         if scaler.state_dict().keys() == self.checkpoint["scaler"].keys():  # else another precision
             scaler.load_state_dict(self.checkpoint["scaler"])
         for meter in meters:
             meter.sum, meter.count = self.checkpoint["meters"][meter.name]
-        self.checkpoint = {"args": self.checkpoint["args"]}  # the rest is memory
+        self.checkpoint = None  # it takes memory
 
     def save(self, row=None, acc1=None):
         """Write checkpoint.pth; the one before becomes checkpoint.prev.pth.
@@ -185,7 +193,8 @@ class Run:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
         is_best = acc1 is not None and acc1 > self.best_acc1
         if is_best:
-            self.best_acc1 = acc1
+            self.best_acc1 = float(acc1)
+        line = json_line(row) if row else None
         state = {
             "epoch": self.epoch,
             "step": self.step,
@@ -204,17 +213,17 @@ class Run:
                 torch.save(state, file)
                 sync(file)
             if is_best:
-                link(new, os.path.join(self.folder, BEST))
-            if row:
-                append_row(self.folder, row)
+                replace_by_link(new, os.path.join(self.folder, BEST))
+            if line:
+                append_line(self.folder, line)
             if os.path.exists(self.newest):
-                link(self.newest, os.path.join(self.folder, PREVIOUS))
+                replace_by_link(self.newest, os.path.join(self.folder, PREVIOUS))
             os.replace(new, self.newest)
             directory = os.open(self.folder, os.O_RDONLY)
             os.fsync(directory)
             os.close(directory)
         except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
-            remove(new)
+            try_remove(new)
             kept = "; the one before it is untouched" if os.path.exists(self.newest) else ""
             raise OSError(f"cannot write {self.newest}: {error}{kept}") from error
         if row:
@@ -264,5 +273,5 @@ def read_checkpoint(path):
 def fingerprint(dataset):
     """A number that changes with the classes, the files and the length of a data set."""
     known = list(getattr(dataset, "classes", [])), len(dataset)
-    files = b"\0".join(getattr(dataset, "paths", []))
+    files = b"\0".join(os.fsencode(path) for path in getattr(dataset, "paths", []))
     return zlib.crc32(files, zlib.crc32(repr(known).encode()))

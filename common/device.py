@@ -37,7 +37,7 @@ def pick_device(local_rank, local_world_size, args):
         )
     device = torch.device("cuda", local_rank % count)
     try:
-        torch.cuda.set_device(device)  # before anything else touches a GPU, or GPU 0 pays for all
+        torch.cuda.set_device(device)  # before anything touches a GPU, or all take memory of GPU 0
     except RuntimeError as error:  # such as a driver older than this torch
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None

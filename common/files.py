@@ -1,4 +1,4 @@
-"""Files that are the old or the new one at every moment, whenever the process is killed."""
+"""Files that are replaced in one step: whoever reads one sees all of the old or all of the new."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ TEMPORARY = re.compile(r"(checkpoint[\w.-]*\.pth|model_best\.pth|metrics\.jsonl)
 
 
 def temporary(path):
-    """The name that a file has while it is written: of this process, so that others do not meet."""
+    """The name that a file has while it is written. No other process uses it: it has the pid."""
     return f"{path}.{os.getpid()}.tmp"
 
 
@@ -32,11 +32,12 @@ def replace_text(path, write):
             sync(file)
         os.replace(new, path)
     except OSError as error:
-        remove(new)
         raise OSError(f"cannot write {path}: {error}") from error
+    finally:
+        try_remove(new)  # gone already after a success
 
 
-def remove(path):
+def try_remove(path):
     """Remove a file that may not be there, on a disk that may be gone."""
     with contextlib.suppress(OSError):
         os.remove(path)
@@ -46,11 +47,12 @@ def is_same(path, other):
     return os.path.exists(other) and os.path.samefile(path, other)
 
 
-def link(source, target):
+def replace_by_link(source, target):
     """Let `target` be `source` too, in one step: no moment without a file of that name."""
     if is_same(source, target):
         return  # we crashed after linking; renaming a hard link onto its twin does nothing
     new = temporary(target)
+    try_remove(new)  # of a killed process with the same pid, as in a container
     try:
         os.link(source, new)
     except OSError:  # a file system without hard links

@@ -19,7 +19,8 @@ class Seeded(Dataset):
     """Any map-style data set, indexed by (epoch, index): the keys that TrainSampler yields.
 
     The random numbers that the data set draws, from torch, numpy or random, are a function of
-    (seed, epoch, index): not of the worker, nor of the process, nor of what was drawn before.
+    (seed, epoch, index): not of the worker, nor of the process, nor of what was drawn before. That
+    holds for their global generators; one of your own, such as default_rng(), seed by the index.
     """
 
     def __init__(self, dataset, seed):
@@ -71,16 +72,17 @@ class TrainSampler:
         return ((self.epoch, index) for index in part[self.rank :: self.world_size].tolist())
 
 
-def make_loader(dataset, sampler, batch_size, workers, device):
-    """A DataLoader whose workers live as long as it does, and in which no batch is used twice.
+def make_loader(dataset, sampler, local_batch_size, workers, device):
+    """A DataLoader whose workers live as long as it does.
 
     Items may be tensors, numbers, tuples and dicts of them, as for any DataLoader. Images, uint8
-    [3, h, w], become batches uint8 [n, 3, h, w] in channels_last. batch_size: images of this
-    process alone.
+    [3, h, w], become batches uint8 [n, 3, h, w] in channels_last. local_batch_size: the images of
+    this process in a step. The workers are forked here: what is changed in the data set later does
+    not reach them.
     """
     loader = DataLoader(
         dataset,
-        batch_size=batch_size,
+        batch_size=local_batch_size,
         sampler=sampler,
         num_workers=workers,
         pin_memory=device.type == "cuda",
@@ -96,7 +98,8 @@ def make_loader(dataset, sampler, batch_size, workers, device):
         loader.batch_sampler.sampler = ()
         iterator = iter(loader)
         loader.batch_sampler.sampler = sampler
-        # They ignore SIGTERM, so what ends them at the interpreter's exit would wait without end.
+        # They ignore SIGTERM, with which multiprocessing would try to end them at the interpreter's
+        # exit, and then wait for ever. This runs before.
         atexit.register(weakref.finalize(loader, iterator._shutdown_workers))
     return loader
 

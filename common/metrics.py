@@ -14,10 +14,14 @@ class AverageMeter:
     def reset(self):
         self.val, self.sum, self.count = 0.0, 0.0, 0
 
-    def update(self, total, n=1):
-        """Take in n observations whose sum is `total`."""
-        self.val = total / n
-        self.sum += total
+    def update(self, val, n=1):
+        """Take in n observations whose mean is `val`."""
+        self.add(val * n, n)
+
+    def add(self, total, n):
+        """Take in n observations whose sum is `total`: without the rounding of a mean."""
+        self.val = float(total) / n
+        self.sum += float(total)
         self.count += n
 
     @property
@@ -32,12 +36,13 @@ class AverageMeter:
 def accuracy(output, target, topk=(1, 5)):
     """For each k, the percentage of rows whose target is among the k highest scores.
 
-    output: scores [n, classes]; target: int64 [n], or probabilities [n, classes] as mixup makes
-    them, of which the most probable class counts. Returns a float64 scalar tensor for each k, on
-    their device. With fewer than k classes it is top-`classes`.
+    output: scores [n, classes]; target: int64 [n], or float probabilities [n, classes] as mixup
+    makes them, of which the most probable class counts. Returns a float64 scalar tensor for each k,
+    on their device. With fewer than k classes it is top-`classes`.
     """
-    if target.ndim == 2:
+    if target.is_floating_point():
         target = target.argmax(dim=1)
+    assert output.ndim == 2 and target.ndim == 1, "scores [n, classes] and targets [n] are needed"
     k = min(max(topk), output.shape[1])
     hits = output.topk(k, dim=1).indices.eq(target.unsqueeze(1))
     return [hits[:, :k].sum(dtype=torch.float64) * 100 / len(target) for k in topk]

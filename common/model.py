@@ -5,13 +5,14 @@ import functools
 import importlib
 
 import torch
+from torch.utils._pytree import tree_map
 from torchvision import models
 
 from .errors import first_line
 
 
 def build_model(args, num_classes, device, local_batch_size=None, example=None):
-    """The module that args.arch names, on `device` in channels_last, with `num_classes` outputs.
+    """The module that args.arch names, on `device`, in train mode, with `num_classes` outputs.
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
     with num_classes=. It is tried on `example`, a batch of one of what it takes; without one, on an
@@ -26,23 +27,27 @@ def build_model(args, num_classes, device, local_batch_size=None, example=None):
         if example is None:
             example = torch.zeros(1, 3, args.image_size, args.image_size)
             example = example.contiguous(memory_format=torch.channels_last)
-        net = make(num_classes=num_classes).to(device, memory_format=torch.channels_last)
+        example = tree_map(lambda tensor: tensor.to(device), example)
+        net = make(num_classes=num_classes).to(device)
+        if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
+            net = net.to(memory_format=torch.channels_last)
         with torch.no_grad():
-            output = net.eval()(example.to(device))
+            output = net.eval()(example)
             if local_batch_size == 1 and not vars(args).get("sync_bn"):
                 size = f"{size} with one image per process"  # BatchNorm may need two
-                copy.deepcopy(net).train()(example.to(device))
+                copy.deepcopy(net).train()(example)
     except Exception as error:
         reason = first_line(error)
         if "CUDA" in reason or "cuDNN" in reason:  # such as a GPU that others have filled
             raise ValueError(f"{device} cannot run {args.arch}: {reason}") from None
-        raise ValueError(f"{args.arch} cannot take {size}: {reason}") from None
+        kind = type(error).__name__
+        raise ValueError(f"{args.arch} cannot take {size}: {kind}: {reason}") from None
     if getattr(output, "shape", None) != (1, num_classes):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
         raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")
     if args.pretrained:
         _load_weights(net, args.arch)
-    return net
+    return net.train()
 
 
 def _load_weights(net, arch):

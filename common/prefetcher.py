@@ -10,12 +10,13 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
 
 
 class Prefetcher:
-    """Iterate over the batches of a loader, on `device`, one ahead of their use.
+    """Iterate over the batches of a loader, on `device`, with images normalised.
 
-    A batch is a tensor, or a tuple, list or dict of them, to any depth. Images, uint8 [n, 3, h, w],
-    become normalised float32; everything else only travels. Nothing else normalises. On a GPU the
-    copy and the arithmetic run on a side stream: the host asks for the next batch while the GPU
-    still computes the step before, so they cost no time as long as they are shorter than a step.
+    A batch is a tensor, or a tuple, list or dict of them, to any depth, in host memory. Images,
+    uint8 [n, 3, h, w], become float32; everything else is only moved. This is the only place where
+    images are normalised. On a GPU both run on a side stream: while the GPU computes a step, the
+    host asks for the next batch already, and as long as they are shorter than a step they cost no
+    time.
 
     watch: a Watch that ends the process where a batch and the step on it take too long together.
     """
@@ -23,6 +24,7 @@ class Prefetcher:
     def __init__(self, loader, device, watch=None):
         self.loader, self.device = loader, device
         self.watch = watch or contextlib.nullcontext()
+        self.waits = []  # when the device began to wait for images, and when they came
         # One stream for all epochs: the allocator reuses memory only within a stream.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Of a byte x: x / (255 * std) - mean / std.
@@ -33,16 +35,16 @@ class Prefetcher:
         return len(self.loader)
 
     def __iter__(self):
-        self.waits = []  # when the device began to wait for images, and when they came
-        batches = iter(self.loader)
+        self.waits = []
+        batches, end = iter(self.loader), object()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # for scale and shift
         while True:
             with self.watch:
                 asked = self._now()
-                batch = next(batches, None)
+                batch = next(batches, end)
                 self.waits.append((asked, self._now()))
-                if batch is None:
+                if batch is end:
                     return
                 with torch.cuda.stream(self.stream):  # of None: does nothing
                     batch = tree_map(self._load, batch)
@@ -59,7 +61,7 @@ class Prefetcher:
         if self.stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def waited(self):

@@ -34,6 +34,7 @@ class Stop:
             self.signals.remove(signal.SIGHUP)  # by nohup: the run outlives its terminal
         for number in self.signals:
             signal.signal(number, lambda *_: None)
+        os.register_at_fork(after_in_child=self.restore_defaults)  # a child is not asked to stop
         # Python runs handlers in the main thread, which may be stuck in C++. So the numbers of all
         # signals go to a pipe at once, and a thread reads it.
         read, write = os.pipe()
@@ -60,6 +61,7 @@ class Stop:
 
     def restore_defaults(self):
         """Let these signals end the process at once from here on."""
+        signal.set_wakeup_fd(-1)
         for number in self.signals:
             signal.signal(number, signal.SIG_DFL)
 

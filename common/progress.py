@@ -29,7 +29,7 @@ class ProgressMeter:
     def update(self, sums):
         """Take in the sums, one for each meter, of the steps since the last update."""
         for meter, total in zip(self.run.meters, sums, strict=True):
-            meter.update(total, self.run.step - self.shown)
+            meter.add(total, self.run.step - self.shown)
         self.shown = self.run.step
 
     def speed(self):
@@ -104,7 +104,7 @@ def print_banner(run, train_set, val_set, workers, backend, device):
     elif args["evaluate"] or args["resume"]:
         weights = "those of torchvision" if args["pretrained"] else "random"
         lines.append(f"no checkpoint: the weights are {weights}")
-    before = run.checkpoint["args"] if run.checkpoint else {}
+    before = run.resumed_args
     changed = {name for name in before.keys() & args.keys() if before[name] != args[name]}
     for name in sorted(changed - {"resume", "evaluate", "predictions", "tensorboard"}):
         note = ", same global batches" * (name == "world_size" and "batch_size" not in changed)

@@ -10,11 +10,16 @@ import os
 from .files import replace_text, sync
 
 
-def append_row(folder, row):
-    """Add a dict as a line to metrics.jsonl; NaN and infinity, which JSON lacks, become null."""
+def json_line(row):
+    """A dict as a line of JSON, which has no NaN and no infinity: they become null."""
     lost = [key for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)]
+    return json.dumps(row | dict.fromkeys(lost)) + "\n"
+
+
+def append_line(folder, line):
+    """Add a line to metrics.jsonl, and have it on the disk."""
     with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
-        file.write(json.dumps(row | dict.fromkeys(lost)) + "\n")
+        file.write(line)
         sync(file)
 
 
@@ -41,7 +46,9 @@ def save_predictions(path, dataset, predictions):
     """
     rows = [None] * len(dataset)
     for rank, part in enumerate(predictions):
-        rows[rank :: len(predictions)] = part.tolist()  # raises ValueError for another length
+        if len(part) != len(rows[rank :: len(predictions)]):
+            raise ValueError(f"rank {rank} has {len(part)} predictions, another number than images")
+        rows[rank :: len(predictions)] = part.tolist()
 
     def write(file):
         writer = csv.writer(file)

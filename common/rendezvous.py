@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def complete_environment(alone):
-    """Take the values of `alone` if none of its variables is set; returns whether it did so.
+    """Take the values of `alone` if none of its variables is set.
 
     alone: {name: value} of a group of one process, as torchrun sets them; a number there is also
     the least that is allowed. Raises ValueError when only some are set, or one is no number.
@@ -18,18 +18,16 @@ def complete_environment(alone):
     missing = [name for name in alone if name not in os.environ]
     if len(missing) == len(alone):
         os.environ.update(alone)
-        return True
-    if missing:
+    elif missing:
         raise ValueError(f"{' '.join(missing)} not set though others are: start with torchrun")
     for name, least in alone.items():
         value = os.environ[name]
         if least.isdigit() and not (value.isdigit() and int(value) >= int(least)):
             raise ValueError(f"{name}={value} is no number of at least {least}")
-    return False
 
 
 def restart_safe_store(rank, world_size, seconds):
-    """The store that the environment names, without what a former start of the processes left.
+    """The store that the environment names, with a new prefix for its keys after each restart.
 
     torchrun keeps its store when it restarts its workers (2.15): it still holds addresses of killed
     processes. So each rank publishes a random id, and the hash of all ids is the prefix of the keys
@@ -47,7 +45,8 @@ def restart_safe_store(rank, world_size, seconds):
     store.set(f"id {rank}", uuid.uuid4().hex)
     prefix = None
     while True:
-        ids = [store.get(f"id {r}") for r in range(world_size)]
+        here = [store.check([f"id {r}"]) for r in range(world_size)]  # get() would wait
+        ids = [store.get(f"id {r}") if here[r] else b"" for r in range(world_size)]
         before, prefix = prefix, hashlib.blake2b(b"".join(ids), digest_size=8).hexdigest()
         if prefix != before:
             deadline = time.monotonic() + seconds  # a rank has come: wait for the others anew

@@ -19,7 +19,7 @@ class Step:
     """
 
     def __init__(self, env, dist_file=None):
-        # Steps with the highest numbers are the shell of sbatch or salloc: one node of all.
+        # The highest numbers are the shell of sbatch or salloc, which runs on the first node only.
         number = int(env.get("SLURM_STEP_ID", 2**32))
         if number > 2**32 - 9:
             command = "srun -K -N2 --gres gpu:4 -c 32 python distributed_slurm_main.py"
@@ -33,7 +33,7 @@ class Step:
         self.cores_on_node = int(env["SLURM_CPUS_ON_NODE"])
         job, restarts = int(env["SLURM_JOB_ID"]), env.get("SLURM_RESTART_COUNT", 0)
         if dist_file is None:
-            # Below the ports that the kernel gives out. Jobs collide only after 31 steps of one.
+            # Below the ports that the kernel gives out. Each job has 31 ports for its steps.
             port = 10000 + (job * 31 + number) % 20000
             self.address = first_host(env["SLURM_STEP_NODELIST"]), port
         else:

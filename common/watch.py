@@ -32,18 +32,17 @@ class Watch:
         self.rank, self.world_size, self.run, self.store = rank, world_size, run, store
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
         self.seconds = seconds and seconds * (0.9 if torch.cuda.is_available() else 1)
-        self.deadline = math.inf
+        self.deadlines = [math.inf]  # of the blocks that we are in
         self.ending = threading.Lock()
         sys.excepthook = self._on_error
         if seconds:
             threading.Thread(target=self._on_hang, daemon=True).start()
 
     def __enter__(self):
-        if self.seconds:
-            self.deadline = time.monotonic() + self.seconds
+        self.deadlines.append(time.monotonic() + (self.seconds or math.inf))
 
     def __exit__(self, *error):
-        self.deadline = math.inf
+        self.deadlines.pop()
 
     def _on_error(self, kind, error, trace):
         self.ending.acquire()  # the main thread and the watching one may come at the same time
@@ -59,7 +58,7 @@ class Watch:
         self._end(lines, reason, collective)
 
     def _on_hang(self):
-        while time.monotonic() < self.deadline:
+        while time.monotonic() < min(self.deadlines):
             # Native code that holds the interpreter's lock stops this thread too. Then the thread
             # of faulthandler, which is C, ends the process.
             with contextlib.suppress(RuntimeError, ValueError):  # stderr is closed
@@ -71,7 +70,7 @@ class Watch:
         self._end(traceback.format_stack(frame), reason, True)
 
     def _left(self):
-        return min(self.deadline - time.monotonic(), 1e6)
+        return min(*self.deadlines, time.monotonic() + 1e6) - time.monotonic()
 
     def _end(self, lines, reason, others_too):
         if others_too and self.store:

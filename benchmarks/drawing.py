@@ -1,0 +1,56 @@
+"""Draws the seconds of an epoch by strategy."""
+
+import sys
+
+from benchmarks.harness import IMAGENET_IMAGES
+
+# Okabe and Ito's colours, which everybody can tell apart: one for each number of processes.
+COLOURS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"]
+TITLES = {"loader": "loading JPEG files is the bound", "compute": "images are on the device"}
+
+
+def import_pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("error: the picture needs matplotlib: pip install -r requirements-dev.txt")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw(pyplot, runs, path):
+    """Write the picture to `path`: a panel for what bounds the speed, a bar for each run."""
+    bounds = list(dict.fromkeys(run["bound"] for run in runs))
+    counts = sorted({run["processes"] for run in runs})
+    height = 1.2 + 0.36 * len(runs) / len(bounds)
+    figure, axes = pyplot.subplots(1, len(bounds), figsize=(9, height), squeeze=False)
+    for bound, axis in zip(bounds, axes[0], strict=True):
+        shown = [run for run in runs if run["bound"] == bound]
+        for row, run in enumerate(shown):
+            _draw_bar(axis, row, run, COLOURS[counts.index(run["processes"]) % len(COLOURS)])
+        labels = [_label(run) for run in shown] if axis is axes[0][0] else []
+        axis.set_yticks(range(len(shown)), labels)
+        axis.set_title(TITLES[bound], fontsize=11)
+        axis.set_xlabel("seconds per epoch of 1.28 million images")
+        axis.locator_params(axis="x", nbins=5)  # a number at the edge would be cut off
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.invert_yaxis()
+    axes[0][0].set_ylabel("launcher and processes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def _draw_bar(axis, row, run, colour):
+    seconds = run["seconds_per_epoch"]
+    shortest, longest = IMAGENET_IMAGES / max(run["all"]), IMAGENET_IMAGES / min(run["all"])
+    errors = [[seconds - shortest], [longest - seconds]]
+    axis.barh(row, seconds, 0.8, color=colour, xerr=errors, ecolor="#444444")
+    text = f" {seconds:.0f} s, {run['images_per_second']:.0f} images/s"
+    axis.text(0, row, text, va="center", fontsize=10)
+
+
+def _label(run):
+    launcher = "DataParallel" if run["launcher"] == "python" else run["launcher"]
+    return f"{launcher} {run['processes']}"

@@ -1,0 +1,171 @@
+"""Images per second of the scripts' loader, of the usual recipe, and of decoding alone.
+
+$ python -m benchmarks.loader
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+from statistics import mean, median
+
+import torch
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+from benchmarks.harness import (
+    CORES,
+    DEVICE,
+    GPU,
+    Contestant,
+    add_photograph_flags,
+    alternate,
+    clean_up_on_sigterm,
+    clock,
+    make_parser,
+    report,
+    spread,
+)
+from benchmarks.photographs import photographs
+from common.device import tune_malloc
+from common.images import ImageFolder, random_crop
+from common.loader import Seeded, TrainSampler, make_loader
+from common.prefetcher import MEAN, STD, Prefetcher
+
+NAMES = {
+    "usual": "usual recipe: PIL, normalised floats from the workers",
+    "bytes": "ours: bytes from the workers",
+    "floats": "ours, as training has it: normalised floats on the device",
+    "decoded": "decoding alone",
+}
+
+
+def parse_args():
+    parser = make_parser("loader", __doc__, rounds=7, batch_size=64)
+    add_photograph_flags(parser)
+    add = parser.add_argument
+    add("-j", "--workers", type=int, default=CORES, help="loader processes")
+    add("--image-size", type=int, default=224, help="pixels")
+    add("--seconds", type=float, default=10, help="of a round at least; it takes whole epochs")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    clean_up_on_sigterm()
+    root = os.path.abspath(os.path.join(args.data or photographs(args.images), "train"))
+    speeds = {name: [] for name in NAMES}
+    first_batches = {name: [] for name in NAMES}
+    with contextlib.ExitStack() as stack:
+        contestants = {
+            name: stack.enter_context(Contestant(measure, name, root, args)) for name in NAMES
+        }
+        for contestant in contestants.values():
+            contestant.ask(0)  # one epoch to warm up
+        for round_number in range(args.rounds):
+            for name, contestant in alternate(contestants.items(), round_number):
+                speed, milliseconds = contestant.ask(args.seconds)
+                speeds[name].append(speed)
+                first_batches[name] += milliseconds
+
+    runs = []
+    for name, values in speeds.items():
+        to_usual = [a / b for a, b in zip(values, speeds["usual"], strict=True)]
+        run = {
+            "name": NAMES[name],
+            "images_per_second": spread(values),
+            "to_usual": spread(to_usual),
+            "first_batch_ms": spread(first_batches[name]),
+        }
+        runs.append(run)
+    columns = {
+        "": "name",
+        "images/s": "images_per_second",
+        "x usual": "to_usual",
+        "first batch (ms)": "first_batch_ms",
+    }
+    dataset = ImageFolder(root, one_pixel)
+    times = decode_batches(dataset, args.batch_size)
+    size = mean(os.path.getsize(dataset.path(index)) for index in range(len(dataset)))
+    settings = {"files": len(dataset), "bytes_per_file": size, "decode_batch_ms": spread(times)}
+    report("loader", args, runs, columns, **settings)
+    print(f"one process decodes a batch in {median(times):.0f} ms; {size / 1000:.0f} KB a file")
+
+
+def measure(connection, name, root, args):
+    """A contestant: when asked, load whole epochs for some seconds at least.
+
+    Answers with the images per second, and the milliseconds to the first batch of each epoch.
+    """
+    torch.set_num_threads(1)  # the cores are the workers'; a second thread here would spin on one
+    if name == "usual":
+        recipe = [
+            transforms.RandomResizedCrop(args.image_size),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+        dataset = datasets.ImageFolder(root, transforms.Compose(recipe))
+        batches, sampler = usual_loader(dataset, args), None
+    else:
+        if not GPU:
+            tune_malloc()  # as the scripts do
+        crop = functools.partial(random_crop, size=args.image_size)
+        dataset = ImageFolder(root, one_pixel if name == "decoded" else crop)
+        batches, sampler = our_loader(dataset, args)
+    if name == "floats":
+        batches = Prefetcher(batches, DEVICE)
+
+    epochs = itertools.count()
+    while True:
+        seconds = connection.recv()
+        images, first_batches, start = 0, [], clock()
+        while not first_batches or clock() - start < seconds:
+            if sampler:
+                sampler.set_epoch(next(epochs))
+            epoch_start, first = clock(), None
+            for _, target in batches:
+                if first is None:
+                    first = clock() - epoch_start
+                images += len(target)
+            first_batches.append(1000 * first)
+        connection.send((images / (clock() - start), first_batches))
+
+
+def our_loader(dataset, args):
+    """(loader, its sampler) as the scripts make them."""
+    sampler = TrainSampler(len(dataset), args.batch_size, rank=0, world_size=1, seed=0)
+    loader = make_loader(Seeded(dataset, 0), sampler, args.batch_size, args.workers, DEVICE)
+    return loader, sampler
+
+
+def usual_loader(dataset, args):
+    """The loader of most training scripts, which starts new workers in every epoch."""
+    return DataLoader(
+        dataset,
+        args.batch_size,
+        shuffle=True,
+        num_workers=args.workers,
+        pin_memory=GPU,
+        drop_last=True,
+    )
+
+
+def one_pixel(image):
+    """Instead of a crop: it takes no time, so decoding is what is measured."""
+    return image[:, :1, :1]
+
+
+def decode_batches(dataset, batch_size):
+    """The milliseconds in which this process alone decodes a batch, for ten batches at most."""
+    times = []
+    for first in range(0, min(10 * batch_size, len(dataset)), batch_size):
+        start = clock()
+        for index in range(first, min(first + batch_size, len(dataset))):
+            dataset[index]
+        times.append(1000 * (clock() - start))
+    return times
+
+
+if __name__ == "__main__":
+    main()
