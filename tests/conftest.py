@@ -190,7 +190,7 @@ def last_result(output):
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
     """A folder to run in, which has the digits already."""
-    from common.data import digits_folder
+    from common.digits import digits_folder
 
     folder = tmp_path_factory.mktemp("work")
     digits_folder(str(folder / "data"))

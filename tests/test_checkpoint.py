@@ -1,57 +1,23 @@
 """The checkpoint's file and folder: whole or not there, damaged ones named, runs kept apart."""
 
 import functools
+import itertools
 import json
 import os
 import pickle
 import random
-import shutil
-import subprocess
-import sys
+import signal
+import time
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load, rows
+from conftest import load, rows
 
-import common.checkpoint
-from common import AverageMeter, load_checkpoint, open_folder, restore, save_checkpoint
-from tests import nets
-
-
-class Images(list):
-    """What load_checkpoint() asks of a data set."""
-
-    classes = range(10)
-
-
-IMAGES = Images(range(80))
-
+from common.checkpoint import read_checkpoint
+from tests.runs import Images, opened, parts, read, save, write
 
 NAMES = ["checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"]
-
-
-def parts():
-    torch.manual_seed(0)
-    net = nets.plain(10)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=True)
-    net(torch.rand(2, 3, 24, 24)).sum().backward()
-    optimizer.step()
-    return net, optimizer, torch.amp.GradScaler("cpu", enabled=False), [AverageMeter("loss")]
-
-
-def arguments(folder, resume="auto", **more):
-    known = {"arch": "a", "batch_size": 8, "seed": 0, "evaluate": False, "tensorboard": False}
-    return SimpleNamespace(**{**known, "checkpoint_dir": str(folder), "resume": resume, **more})
-
-
-def write(folder, count, **more):
-    """Save `count` checkpoints, of epochs 1, 2, ..."""
-    folder.mkdir(exist_ok=True)
-    for epoch in range(1, count + 1):
-        row = {"epoch": epoch, "step": 0}
-        save_checkpoint(vars(arguments(folder)), (epoch, 0, 50.0), parts(), row=row, **more)
 
 
 def test_without_hard_links_copies_are_synced(tmp_path, monkeypatch):
@@ -63,75 +29,102 @@ def test_without_hard_links_copies_are_synced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    write(tmp_path / "c", 2, is_best=True)
+    write(tmp_path / "c", 2)
     assert [load(tmp_path / "c", name)["epoch"] for name in NAMES] == [2, 1, 2]
     copies = [os.path.basename(path).split(".pth")[0] for path in synced if path.endswith(".tmp")]
     assert copies == ["checkpoint", "model_best", "checkpoint", "model_best", "checkpoint.prev"]
 
 
 def test_what_is_saved_is_what_is_restored(tmp_path):
-    write(tmp_path, 2, is_best=True)
+    saved = write(tmp_path, 2)
     net, optimizer, scaler, meters = parts()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(1)
-    optimizer.state.clear()
     optimizer.param_groups[0]["weight_decay"] = 0.5
-    checkpoint = load_checkpoint(arguments(tmp_path), IMAGES)
-    assert restore(checkpoint, (net, optimizer, scaler, meters)) == (2, 0, 50.0)
-    other, other_optimizer, *_ = parts()
-    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+    run = read(tmp_path)
+    assert (run.epoch, run.step, run.best_acc1) == (2, 0, 52.0)
+    run.restore(net, optimizer, scaler, meters)
+    for a, b in zip(net.parameters(), saved.net.parameters(), strict=True):
         assert a.equal(b)
-        momenta = optimizer.state[a]["momentum_buffer"], other_optimizer.state[b]["momentum_buffer"]
-        assert momenta[0].equal(momenta[1])
+        momentum = saved.optimizer.state[b]["momentum_buffer"]
+        assert momentum.any() and momentum.equal(optimizer.state[a]["momentum_buffer"])
     assert optimizer.param_groups[0]["weight_decay"] == 0.5  # the command line's
-    assert sorted(os.listdir(tmp_path)) == [
-        "checkpoint.prev.pth",
-        "checkpoint.pth",
-        "metrics.jsonl",
-        "model_best.pth",
-    ]
+    assert sorted(os.listdir(tmp_path)) == sorted([*NAMES, ".lock", "metrics.jsonl"])
     assert load(tmp_path, "checkpoint.prev.pth")["epoch"] == 1
     assert (tmp_path / "model_best.pth").samefile(tmp_path / "checkpoint.pth")
 
 
-def test_an_overflow_in_the_first_step_leaves_no_momentum():
+def test_only_a_better_validation_is_the_best(tmp_path):
+    run = write(tmp_path, 1)
+    for epoch, acc1 in ((2, 50.0), (3, 51.0), (4, 51.5)):
+        save(run, epoch, acc1)
+        assert load(tmp_path)["epoch"] == epoch
+        assert load(tmp_path, "model_best.pth")["epoch"] == (4 if epoch == 4 else 1)
+    run.step = 3
+    run.save()  # within an epoch: no validation, no line
+    assert load(tmp_path)["step"] == 3 and load(tmp_path, "model_best.pth")["step"] == 0
+    assert [row["epoch"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    run = opened(tmp_path)
+    run.restore(*parts())
+    save(run, 5, 51.2)  # the best of the run before it counts too
+    assert load(tmp_path, "model_best.pth")["epoch"] == 4 and run.best_acc1 == 51.5
+
+
+def test_an_overflow_in_the_first_step_leaves_no_momentum(tmp_path):
     net, optimizer, _, meters = parts()
     optimizer.state.clear()
     scaler = torch.amp.GradScaler("cpu")
-    restore(None, (net, optimizer, scaler, meters))
+    read(tmp_path).restore(net, optimizer, scaler, meters)
     scaler.scale(net(torch.rand(2, 3, 24, 24)).sum() * float("inf")).backward()
     scaler.step(optimizer)
+    assert optimizer.state
     assert not any(state["momentum_buffer"].any() for state in optimizer.state.values())
 
 
 def test_another_optimizer_is_saved_and_goes_on(tmp_path):
     """Adam's state has numbers beside what is shaped as the weight, and it starts empty."""
-
-    def adam():
-        net, *_, scaler, meters = parts()
-        return net, torch.optim.AdamW(net.parameters()), scaler, meters
-
     states = []
-    for resume in (None, "auto"):
-        known = adam()
-        checkpoint = load_checkpoint(arguments(tmp_path, resume), IMAGES)
-        assert restore(checkpoint, known) == (0, bool(resume), 0.0)
-        known[0](torch.ones(2, 3, 24, 24)).sum().backward()
-        known[1].step()
-        save_checkpoint(vars(arguments(tmp_path)), (0, 1, 0.0), known)
-        states.append(next(iter(known[1].state.values())))
+    for step in (1, 2):
+        net, *_, scaler, meters = parts()
+        optimizer = torch.optim.AdamW(net.parameters())
+        run = opened(tmp_path)
+        assert (run.epoch, run.step) == (0, step - 1)
+        run.restore(net, optimizer, scaler, meters)
+        net(torch.ones(2, 3, 24, 24)).sum().backward()
+        optimizer.step()
+        run.step = step
+        run.save()
+        states.append(next(iter(optimizer.state.values())))
     assert [state["step"].item() for state in states] == [1, 2]
 
 
 def test_keys_are_plain_python(tmp_path):
-    write(tmp_path, 1)
-    checkpoint = load(tmp_path)
+    """Whatever a program of one's own hands over: read_checkpoint() takes nothing else."""
+    images = Images()
+    images.classes = range(10)
+    run = read(tmp_path, None, images, backend=torch.device("cpu"), data=tmp_path)
+    run.open_folder()
+    run.restore(*parts())
+    save(run, 1, torch.tensor(60.0))
+    checkpoint = read_checkpoint(str(tmp_path / "checkpoint.pth"))
     assert checkpoint.keys() == {
-        *("epoch", "step", "arch", "best_acc1", "state_dict"),
-        *("optimizer", "scaler", "meters", "args"),
+        *("epoch", "step", "arch", "best_acc1", "state_dict", "classes"),
+        *("optimizer", "scaler", "meters", "args", "crc"),
     }
-    assert type(checkpoint["args"]) is dict
+    assert type(checkpoint["args"]) is dict and checkpoint["args"]["data"] == str(tmp_path)
+    assert checkpoint["classes"] == Images().classes
+    assert type(checkpoint["best_acc1"]) is float
+    assert opened(tmp_path, images=images).epoch == 1
+
+
+def test_a_row_that_is_no_json_is_an_error_before_anything_is_written(tmp_path):
+    run = write(tmp_path, 2)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    run.epoch = 3
+    with pytest.raises(TypeError):
+        run.save({"epoch": 3, "step": 0, "val_loss": torch.tensor(1.0)}, 99.0)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def damaged(path, how):
@@ -152,15 +145,15 @@ def test_the_previous_one_is_taken_for_a_damaged_one(tmp_path, how):
     write(tmp_path, 2)
     newest, previous = tmp_path / "checkpoint.pth", tmp_path / "checkpoint.prev.pth"
     damaged(newest, how)
-    checkpoint = load_checkpoint(arguments(tmp_path), IMAGES)
-    assert (checkpoint["epoch"], checkpoint["path"]) == (1, str(previous))
-    (message,) = checkpoint["damaged"]
+    run = read(tmp_path)
+    assert (run.epoch, run.path) == (1, str(previous))
+    (message,) = run.damaged
     assert message.startswith(f"{newest} is damaged")
     with pytest.raises(ValueError, match=f"{newest} is damaged"):
-        load_checkpoint(arguments(tmp_path, str(newest)), IMAGES)
+        read(tmp_path, str(newest))
     damaged(previous, how)
     with pytest.raises(ValueError, match=f"{newest} is damaged .*; {previous} is damaged "):
-        load_checkpoint(arguments(tmp_path), IMAGES)
+        read(tmp_path)
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
@@ -173,7 +166,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
         content[random.randrange(len(good))] ^= 1 << random.randrange(8)
         path.write_bytes(content)
         try:
-            got = load_checkpoint(arguments(tmp_path), IMAGES)["state_dict"]
+            got = read_checkpoint(str(path))["state_dict"]
         except ValueError:
             continue
         assert all(got[key].equal(state[key]) for key in state)  # it hit padding
@@ -193,7 +186,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     checkpoint = load(tmp_path / "c")
     torch.save({**checkpoint, "args": Command()}, tmp_path / "c/checkpoint.pth")
     with pytest.raises(ValueError, match="holds more than tensors, it is not loaded"):
-        load_checkpoint(arguments(tmp_path / "c"), IMAGES)
+        read(tmp_path / "c")
     assert not Command.path.exists()
 
 
@@ -201,118 +194,92 @@ def test_resume_cuts_what_the_checkpoint_did_not_commit(tmp_path):
     write(tmp_path, 2)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"epoch": 3, "step": 0}) + '\n{"epoch": 4, "st')
-    (tmp_path / "checkpoint.pth.1234.tmp").write_text("of a process that was killed")
-    open_folder(arguments(tmp_path), load_checkpoint(arguments(tmp_path), IMAGES))
+    for name in (*NAMES, "metrics.jsonl", "checkpoint.damaged.pth", "checkpoint.damaged.1.pth"):
+        (tmp_path / f"{name}.1234.tmp").write_text("of a process that was killed")
+    # Of a process with the same number, as in a container: it died in the middle of a save.
+    os.link(tmp_path / NAMES[0], tmp_path / f"{NAMES[0]}.{os.getpid()}.tmp")
+    opened(tmp_path)
     assert [row["epoch"] for row in rows(tmp_path)] == [1, 2]
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("name", ["model_best.pth", "checkpoint.prev.pth"])
-def test_what_an_older_one_goes_on_from_is_the_newest(tmp_path, name):
-    """Else a crash before its first save left the newer one, and no lines of it."""
-    for epoch in (1, 2):
-        row = {"epoch": epoch, "step": 0}
-        save_checkpoint(vars(arguments(tmp_path)), (epoch, 0, 0.0), parts(), epoch == 1, row)
-    (tmp_path / "link.pth").symlink_to(name)
-    # Of a process with the same number, as in a container: it died in the middle of a save.
-    os.link(tmp_path / name, tmp_path / f"checkpoint.pth.{os.getpid()}.tmp")
-    for again in (name, name, "checkpoint.pth", "checkpoint.pth.1", "link.pth"):
-        newer = again == "checkpoint.pth.1"
-        older = load_checkpoint(arguments(tmp_path, f"{tmp_path}/{again}"), IMAGES)
-        open_folder(arguments(tmp_path), older)
-        assert not (tmp_path / "checkpoint.pth").is_symlink()
-        assert load(tmp_path)["epoch"] == 1 + newer and rows(tmp_path)[-1]["epoch"] == 1
-        assert load(tmp_path, name)["epoch"] == 1
-        assert load(tmp_path, "checkpoint.pth.1")["epoch"] == 2  # should it be a mistake
-    assert len(list(tmp_path.glob("checkpoint.pth.*"))) == 3  # each that was replaced
-
-
-def test_a_run_is_only_continued_in_its_own_folder(tmp_path, capsys):
-    write(tmp_path / "a", 1)
-    write(tmp_path / "b", 2)
-    open_folder(
-        arguments(f"{tmp_path}/b/"),
-        load_checkpoint(arguments(tmp_path, f"{tmp_path}/a/checkpoint.pth"), IMAGES),
-    )
-    assert capsys.readouterr().out.endswith(f"renamed to {tmp_path}/b.1\n")
-    assert load(tmp_path / "b.1")["epoch"] == 2
-    assert sorted(os.listdir(tmp_path / "b")) == [".lock", "metrics.jsonl"] and not rows(
-        tmp_path / "b"
-    )
-
-
-WRITER = """
-import sys
-sys.path[:0] = sys.argv[1:3]
-from test_checkpoint import *
-folder = Path(sys.argv[3])
-for epoch in range(1, 1000):
-    row = {"epoch": epoch, "step": 0}
-    save_checkpoint(vars(arguments(folder)), (epoch, 0, 0.0), parts(), epoch % 2, row)
-    print(epoch, flush=True)
-"""
-
-
 def test_killed_while_writing(tmp_path):
     """At any moment there is a good checkpoint, at least as new as the last that was reported."""
-    folder = tmp_path / "c"
-    folder.mkdir()
-    code = WRITER.replace("import sys", "import sys\nfrom pathlib import Path", 1)
     random.seed(0)
-    for _ in range(6):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, ROOT, ROOT / "tests", folder],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        reported = 0
-        for _ in range(random.randrange(5, 60)):
-            reported = int(process.stdout.readline())
-        process.kill()
-        process.communicate()
-        checkpoint = load_checkpoint(arguments(folder), IMAGES)
-        assert checkpoint["epoch"] >= reported
-        assert load(folder, "model_best.pth")["epoch"] % 2 == 1
-        open_folder(arguments(folder), checkpoint)
-        assert [row["epoch"] for row in rows(folder)] == list(range(1, checkpoint["epoch"] + 1))
+    for number in range(12):
+        folder = tmp_path / str(number)
+        run = write(folder, 1)
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for epoch in itertools.count(2):
+                save(run, epoch, 50.0 + epoch if epoch % 2 else 0.0)
+                os.write(writing, f"{epoch}\n".encode())
+        os.close(writing)
+        with open(reading) as lines:
+            for _ in range(random.randrange(5, 60)):
+                reported = int(lines.readline())
+            time.sleep(random.random() / 100)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        run = opened(folder)
+        assert run.epoch >= reported
+        best = load(folder, "model_best.pth")["epoch"]
+        assert best % 2 == 1 and best >= run.epoch - 1
+        assert [row["epoch"] for row in rows(folder)] == list(range(1, run.epoch + 1))
         assert not list(folder.glob("*.tmp"))
-        shutil.rmtree(folder)
-        folder.mkdir()
+
+
+def killed_at(call, save):
+    """Whether a process that saves is killed before it makes so many of its system calls."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] != 0
+    calls = 0
+
+    def counted(function, *args):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    for name in ("fsync", "link", "replace", "remove", "close"):
+        setattr(os, name, functools.partial(counted, getattr(os, name)))
+    save()
+    os._exit(0)
 
 
 def test_killed_before_each_system_call_of_a_write(tmp_path):
     """Whatever the write was about to do: the run goes on from the old or the new checkpoint."""
-    known, seen = parts(), set()
+    seen = set()
     for at in range(1, 40):
         folder = tmp_path / str(at)
-        write(folder, 2)
-        pid = os.fork()
-        if pid == 0:
-            calls = 0
-
-            def counted(function, *args, at=at):
-                nonlocal calls
-                calls += 1
-                if calls == at:
-                    os.kill(os.getpid(), 9)
-                return function(*args)
-
-            for name in ("fsync", "link", "replace", "remove", "close"):
-                setattr(os, name, functools.partial(counted, getattr(os, name)))
-            row = {"epoch": 3, "step": 0}
-            save_checkpoint(vars(arguments(folder)), (3, 0, 60.0), known, True, row)
-            os._exit(0)
-        if os.waitpid(pid, 0)[1] == 0:
+        run = write(folder, 2)
+        if not killed_at(at, functools.partial(save, run, 3)):
             break
-        checkpoint = load_checkpoint(arguments(folder), IMAGES)
-        seen.add(checkpoint["epoch"])
-        open_folder(arguments(folder), checkpoint)
-        assert [row["epoch"] for row in rows(folder)] == list(range(1, checkpoint["epoch"] + 1))
-        if checkpoint["epoch"] == 2:
-            row = {"epoch": 3, "step": 0}
-            save_checkpoint(vars(arguments(folder)), (3, 0, 60.0), known, True, row)
+        run = opened(folder)
+        seen.add(run.epoch)
+        assert [row["epoch"] for row in rows(folder)] == list(range(1, run.epoch + 1))
+        if run.epoch == 2:
+            run.restore(*parts())
+            save(run, 3)
         assert [load(folder, name)["epoch"] for name in NAMES] == [3, 2, 3]
         assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]
         assert not list(folder.glob("*.tmp"))
-        common.checkpoint._locks.clear()
-    assert at == 10 and seen == {2, 3}, (at, seen)
+    assert at > 9 and seen == {2, 3}, (at, seen)
+
+
+def test_killed_before_each_system_call_of_the_first_write(tmp_path):
+    """Then there is no old one: the run starts afresh, in the same folder."""
+    seen = set()
+    for at in range(1, 40):
+        folder = tmp_path / str(at)
+        run = write(folder, 0)
+        run.step = 5
+        if not killed_at(at, run.save):  # within an epoch, or at its end before its validation
+            break
+        run = opened(folder)
+        seen.add(run.step)
+        assert sorted(os.listdir(folder)) == [".lock", "checkpoint.pth"][: 1 + bool(run.step)]
+    assert at > 4 and seen == {0, 5}, (at, seen)

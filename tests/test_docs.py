@@ -35,9 +35,11 @@ QUICK = ["--max-steps", "1", "--image-size", "32"]
 ELSEWHERE = {
     r"srun -K .*": ("test_slurm.py", r"\bsrun -K"),  # finds them in README.md by itself
     r"sbatch .*": ("test_slurm.py", "distributed_slurm.sbatch"),
-    r"tests/slurm/cluster\.sh start": ("test_slurm.py", '"start"'),
+    r"tests/slurm/cluster\.sh start": ("test_slurm.py", "{CLUSTER} start"),
     r"tools/install_horovod\.sh": ("test_horovod.py", "tools/install_horovod.sh"),
-    r"python benchmark\.py .*": ("test_benchmark.py", "benchmark.py"),
+    r"python -m benchmarks\.\w+.*": ("test_benchmark.py", "benchmarks"),
+    # What was measured before keeps the command that measured it.
+    r"python benchmark\.py .*": ("test_benchmark.py", "benchmarks"),
     r"\./start\.sh NAME .*": ("test_docs.py", "def test_start_names"),
     r"\./start\.sh": ("test_docs.py", "def test_first_command"),
     r"\./start\.sh test": ("test_docs.py", "def test_start_runs_the_tests"),
@@ -69,7 +71,8 @@ def commands(text):
 def documented():
     """Those of README.md and of the docstrings, each once."""
     found = commands(read())
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("tools/*.py")]:
+    folders = [ROOT, ROOT / "docs", ROOT / "tools", ROOT / "benchmarks"]
+    for path in [path for folder in folders for path in folder.glob("*.py")]:
         found += re.findall(r"^\$ (.*)$", path.read_text(), re.M)
     return list(dict.fromkeys(found))
 
@@ -184,7 +187,7 @@ def test_command_runs(command, clone, trained, tmp_path):
         nodes = [Job(line, clone, ACTIVE | {"PET_MASTER_PORT": port}) for line in lines]
         ends = [node.wait(150) for node in nodes]
         assert [code for code, _ in ends] == [0, 0], ends
-        assert "2 processes on 2 nodes" in ends[0][1] + ends[1][1]
+        assert "distributed.py: processes: 2, " in ends[0][1] + ends[1][1]
         result(ends[0][1] + ends[1][1])
     else:
         kept = [] if "checkpoints/" in command else QUICK
@@ -211,14 +214,18 @@ def test_start_names(name, clone, tmp_path):
 
 @pytest.mark.slow
 def test_first_command(clone, tmp_path):
-    """./start.sh, from an empty folder of checkpoints, says what README.md shows, and learns."""
+    """./start.sh, from an empty folder of checkpoints, says what README.md shows, and learns.
+
+    A second one is refused, and its line says what to do.
+    """
     folder = tmp_path / "here"
     shutil.copytree(clone, folder, ignore=shutil.ignore_patterns("checkpoints*"))
-    output = run(["./start.sh"], folder, env=ACTIVE | {"CUDA_VISIBLE_DEVICES": ""}, timeout=300)
+    env = ACTIVE | {"CUDA_VISIBLE_DEVICES": ""}
+    output = run(["./start.sh"], folder, env=env, timeout=300)
     assert result(output)[1] > 95
 
     def form(line):
-        return re.sub(r"\d[\d.e+-]*(cu\d+|cpu)?", "#", line)
+        return re.sub(r"\d[\d.e+-]*(cu\d+|cpu)?", "#", line.replace(str(folder), "/home/you/here"))
 
     said = {form(line) for line in output.splitlines()}
     (sample,) = [block for kind, block in FENCE.findall(read()) if block.startswith("+ ")]
@@ -228,6 +235,13 @@ def test_first_command(clone, tmp_path):
     first = output[: output.index("epoch 0")].splitlines()
     assert [form(line) for line in first] == shown[: len(first)]
     assert short(STARTED["distributed"]) == short(first[0][2:])
+
+    before = {path: path.stat() for path in (folder / "checkpoints").iterdir()}
+    lines = run(["./start.sh"], folder, env=env, code=1).splitlines()  # torchrun makes 1 of 2
+    said = f"error: {folder}/checkpoints holds a run (checkpoint.pth): "
+    said += "go on with --resume auto, or give another --checkpoint-dir"
+    assert [line for line in lines if "error: " in line] == [said]
+    assert {path: path.stat() for path in (folder / "checkpoints").iterdir()} == before
 
 
 def test_start_horovod_without_it_says_what_to_do(clone, tmp_path):
@@ -251,14 +265,15 @@ def test_start_runs_the_tests_and_explains_itself(clone):
 
 
 def test_a_script_alone_runs_with_what_may_do_nothing(clone, tmp_path):
-    names = re.findall(r"`(\w+)`", re.search(r"^At first (.*) may do nothing", read(), re.M)[1])
+    sentence = re.search(r"^At first (.*) may do nothing; (.*) may return `(.*)`", read(), re.M)
+    nothing, contexts = (re.findall(r"`(\w+)`", part) for part in sentence.groups()[:2])
+    assert len(nothing) > 3 and len(contexts) > 1
     text = read("distributed.py")
-    for name in names:
+    for name in nothing + contexts:
         assert f" {name}(" in text
-    stubs = "\n".join(
-        [*(f"def {name}(*_): pass" for name in names), "def check_same(*_): return 1"]
-    )
-    stubs += "\ndef restore(*_): return 0, 0, 0.0\n\ndef main"
+    stubs = [f"def {name}(*_, **__): return None" for name in nothing]
+    stubs += [f"def {name}(*_, **__): return {sentence[3]}" for name in contexts]
+    stubs = "\n".join(["import contextlib", *stubs, "\n\ndef main"])
     (clone / "alone.py").write_text(text.replace("def main", stubs, 1))
     command = ["torchrun", "--standalone", "--nproc-per-node=2", "alone.py", *QUICK]
     output = run(["env", *command, "--checkpoint-dir", tmp_path / "c"], clone, env=ACTIVE)

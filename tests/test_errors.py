@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 import shutil
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PYTHON, ROOT, SMALL, Job, run, torchrun
+from PIL import Image
 
-from common import Stop, user_errors
-from common.process import pick_device
+from common.device import pick_device
+from common.errors import user_errors
 
 PYTHON_RUN = [PYTHON, str(ROOT / "distributed.py")]
 SPAWN = [PYTHON, str(ROOT / "multiprocessing_distributed.py"), "--nprocs=2"]
@@ -62,9 +65,23 @@ CASES = {
     "weights of own": ("--pretrained", "--pretrained is for torchvision's models: let tests.nets"),
     "unknown flag": ("--epoch-count 3", "unrecognized arguments: --epoch-count 3 (see --help)"),
     "not a number": ("--epochs many", "argument --epochs: invalid int value: 'many'"),
-    "zero": ("--print-freq 0", "argument -p/--print-freq: 0 is less than 1"),
-    "nan": ("--lr nan", "argument --lr: nan is less than 0"),
-    "no checkpoint": ("--resume nothing.pth", "no checkpoint nothing.pth"),
+    "zero": ("--print-freq 0", "argument -p/--print-freq: 0 is not a number from 1 ("),
+    "nan": ("--lr nan", "argument --lr: nan is not a number from 0 ("),
+    "infinite": ("--lr inf", "argument --lr: inf is not a number from 0 ("),
+    "negative seed": ("--seed -1", "argument --seed: -1 is not a number from 0 to 9"),
+    "smoothing": ("--label-smoothing 2", "--label-smoothing: 2 is not a number from 0 to 1 ("),
+    "timeout": ("--dist-timeout 1e15", "argument --dist-timeout: invalid int value: '1e15'"),
+    "long timeout": (f"--dist-timeout {10**15}", "000 is not a number from 1 to 1000000 ("),
+    "huge images": ("--image-size 1000000", "1000000 is not a number from 1 to 4096 ("),
+    "no package": ("-a .a:b", "cannot import --arch .a:b: "),
+    "one image": (
+        "-a resnet18 -b 1",
+        "resnet18 cannot take --image-size 24 with one image per process: Expected more than 1 val",
+    ),
+    "empty resume": ("--resume=", "--resume is empty: is a variable not set? (see --help)"),
+    "empty path to evaluate": ("-e --resume=", "--resume is empty: is a variable not set?"),
+    "empty folder": ("--checkpoint-dir=", "--checkpoint-dir is empty: is a variable not set?"),
+    "no checkpoint": ("--resume nothing.pth", "/nothing.pth"),
     "garbage": ("--resume garbage.pth", "garbage.pth is damaged (BadZipFile: File is not a zip"),
     "not ours": ("--resume weights.pth", "weights.pth is no checkpoint of these scripts"),
     "nothing to evaluate": ("-e --resume auto --checkpoint-dir none", "no checkpoint to evaluate"),
@@ -135,14 +152,76 @@ def test_copies_cannot_be_compiled(work):
     assert output == "error: --compile cannot compile copies: use one GPU, or distributed.py\n"
 
 
-def test_partly_set_variables(work):
-    for env, missing in (
+def test_no_network_for_pretrained_weights(work, tmp_path):
+    """The proxy is a port that nobody listens at."""
+    env = {"https_proxy": "http://127.0.0.1:9", "TORCH_HOME": str(tmp_path)}
+    command = [*PYTHON_RUN, "-a", "resnet18", "--pretrained", "--checkpoint-dir", tmp_path / "c"]
+    output = run(command, work, env=env, code=2, timeout=60)
+    *before, line = output.splitlines()
+    assert all(line.startswith("Downloading: ") for line in before)
+    assert line.startswith("error: cannot download the weights of resnet18: ")
+    assert not (tmp_path / "c").exists()
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def wrong_variables(env, work, folder):
+    """The only line that it prints."""
+    command = [*PYTHON_RUN, *SMALL, "--dist-timeout", "3", "--checkpoint-dir", folder]
+    (line,) = run(command, work, env=env, code=2, timeout=60).splitlines()
+    assert not folder.exists()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [
         ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"),
         ({"MASTER_PORT": "29500"}, "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR"),
-    ):
-        output = run([*PYTHON_RUN, *SMALL], work, env=env, code=2, timeout=40)
-        expected = f"error: {missing} not set though others are: start with torchrun"
-        assert output.strip() == expected
+    ],
+)
+def test_partly_set_variables(env, missing, work, tmp_path):
+    line = wrong_variables(env, work, tmp_path / "c")
+    assert line == f"error: {missing} not set though others are: start with torchrun"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("RANK", "abc", 0), ("RANK", "-1", 0), ("WORLD_SIZE", "0", 1), ("MASTER_PORT", "x", 0)],
+)
+def test_variables_that_are_no_numbers(name, value, least, work, tmp_path):
+    line = wrong_variables(ALONE | {name: value}, work, tmp_path / "c")
+    assert line == f"error: {name}={value} is no number of at least {least}"
+
+
+def test_a_port_that_there_cannot_be(work, tmp_path):
+    line = wrong_variables(ALONE | {"MASTER_PORT": "70000"}, work, tmp_path / "c")
+    assert line.startswith("error: rank 0 cannot use 127.0.0.1:70000 to meet the others: ")
+
+
+def test_a_taken_port(work, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        line = wrong_variables(ALONE | {"MASTER_PORT": port}, work, tmp_path / "c")
+    assert line.startswith(f"error: rank 0 cannot use 127.0.0.1:{port} to meet the others: ")
+    assert "EADDRINUSE" in line
+
+
+def test_nobody_at_the_port(work, tmp_path):
+    """The other of two processes never comes: its port is not open."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = ALONE | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}
+    command = [*PYTHON_RUN, *SMALL, "--dist-timeout", "3", "--checkpoint-dir", tmp_path / "c"]
+    output = run(command, work, env=env, code=2, timeout=60)
+    assert output.count("error: ") == 1 and not (tmp_path / "c").exists()
+    line = output.splitlines()[-1]  # after what torch itself has to say
+    assert line.startswith(f"error: rank 1 cannot use 127.0.0.1:{port} to meet the others: ")
 
 
 def test_arguments_of_a_checkpoint(work, tmp_path):
@@ -163,44 +242,89 @@ def test_arguments_of_a_checkpoint(work, tmp_path):
     assert "  changed: lr 0.1 -> 0.02\n" in output and "changed: seed" not in output
 
 
-def test_processes_that_would_resume_from_different_files(work, tmp_path):
-    """Two nodes with disks of their own: one process finds a checkpoint and one does not."""
-    run([*PYTHON_RUN, *SMALL, "--max-steps", "2", "--checkpoint-dir", tmp_path / "c"], work)
+def as_two_nodes(flags, work, tmp_path):
+    """The line that says what is wrong. flags: a line of Python for what each process adds."""
     script = tmp_path / "node.py"
     script.write_text(
         "import os, sys, distributed\n"
-        f"sys.argv += ['--checkpoint-dir', '{tmp_path}/' + 'cd'[int(os.environ['RANK'])]]\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"sys.argv += {flags}\n"
         "distributed.main()\n"
     )
-    command = [*torchrun(2, script), *SMALL, "--resume", "auto"]
-    output = run(command, work, env={"PYTHONPATH": str(ROOT)}, code=1, timeout=60)
-    assert output.count("error: ") == 1
-    assert f"the processes resume from different files; rank 0 from {tmp_path}/c/check" in output
+    command = [*torchrun(2, script), *SMALL]
+    output = run(command, work, env={"PYTHONPATH": str(ROOT)}, code=1, timeout=90)
+    (line,) = [line for line in output.splitlines() if "error: " in line]
+    assert "Traceback (most recent call last)" not in output.split(line)[0]
+    assert "global batch" not in output  # nothing was trained
+    return line
+
+
+def test_processes_that_would_resume_from_different_files(work, tmp_path):
+    """Two nodes with disks of their own: one process finds a checkpoint and one does not."""
+    run([*PYTHON_RUN, *SMALL, "--max-steps", "2", "--checkpoint-dir", tmp_path / "c"], work)
+    flags = f"['--resume', 'auto', '--checkpoint-dir', '{tmp_path}/' + 'cd'[rank]]"
+    line = as_two_nodes(flags, work, tmp_path)
+    assert line.startswith("error: rank 1 has not the same checkpoint to resume from as rank 0")
+
+
+@pytest.mark.parametrize(
+    ("difference", "where"),
+    [("a class renamed", "train"), ("fewer images", "train"), ("another name", "val")],
+)
+def test_processes_with_different_images(difference, where, work, tmp_path):
+    """Two nodes with disks of their own, which are not copies of each other."""
+    other = tmp_path / "other"
+    shutil.copytree(work / "data/digits", other)
+    if difference == "a class renamed":
+        for part in ("train", "val"):
+            (other / part / "7").rename(other / part / "seven")
+    elif difference == "fewer images":
+        for path in sorted((other / "train").glob("*/*.png"))[::14]:
+            path.unlink()
+    else:
+        path = min((other / "val/3").iterdir())
+        path.rename(path.with_name("renamed.png"))
+    flags = f"['--data', ['data/digits', '{other}'][rank], '--checkpoint-dir', '{tmp_path}/c']"
+    line = as_two_nodes(flags, work, tmp_path)
+    assert line.startswith(
+        f"error: rank 1 has not the same images and classes in {where}/ as rank 0"
+    )
+    assert not list((tmp_path / "c").glob("*.pth"))
 
 
 def test_a_folder_in_use(work, tmp_path):
     command = [*PYTHON_RUN, *SMALL, "--epochs", "500", "--checkpoint-dir", tmp_path / "c"]
+    command += ["--resume", "auto"]  # as after a requeue, while the run before has not ended
     job = Job(command, work)
     job.wait_for("global batch")
     output = run(command, work, code=2, timeout=60)
     assert output.strip() == (
         f"error: another run is writing to {tmp_path}/c: choose another --checkpoint-dir"
     )
-    assert job.process.poll() is None and not (tmp_path / "c.1").exists()
+    assert job.process.poll() is None and list(tmp_path.iterdir()) == [tmp_path / "c"]
     job.kill()
     job.wait(20)
-    run([*command, "--max-steps", "1"], work)  # and free again
+    assert "nothing left to train" in run([*command, "--max-steps", "1"], work)  # and free again
 
 
-def test_a_taken_port(work):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        env = {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        output = run([*PYTHON_RUN, *SMALL, "-e", "--pretrained"][:-2], work, env=env, code=1)
-    assert port in output.strip().splitlines()[-1] and "EADDRINUSE" in output
+def test_what_only_looks_like_an_image(work, tmp_path):
+    """A pipe, which nobody writes to, is no image; an animation is named."""
+    data = tmp_path / "data"
+    shutil.copytree(work / "data/digits", data)
+    os.mkfifo(data / "train/3/pipe.jpg")
+    os.mkfifo(data / "val/3/pipe.jpg")
+    command = [PYTHON, ROOT / "dataparallel.py", *SMALL, "--data", data, "--checkpoint-dir"]
+    output = run([*command, tmp_path / "a", "--max-steps", "1", "-j", "1"], work)
+    assert "1437 images to train, 360 to validate" in output
+    frames = [Image.new("RGB", (32, 32), color) for color in ("red", "green", "blue")]
+    path = data / "train/3/moving.jpg"
+    frames[0].save(path, "GIF", save_all=True, append_images=frames[1:])
+    for workers in ("0", "1"):
+        output = run([*command, tmp_path / workers, "-b", "1438", "-j", workers], work, code=1)
+        last = output.splitlines()[-1]
+        assert re.fullmatch(
+            rf"rank 0 failed at epoch 0 step 0: .*cannot read image {path}: .*", last
+        )
 
 
 def test_more_processes_than_gpus(monkeypatch):
@@ -225,24 +349,31 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
         pick_device(0, 1, SimpleNamespace())
 
 
-def test_the_other_processes_wait_for_local_rank_0_to_speak(monkeypatch, capsys):
+def test_the_other_processes_wait_for_local_rank_0_to_speak(monkeypatch, capfd):
     ended, waited = [], []
 
     def leave(code):
         ended.append(code)
         raise SystemExit
 
+    def fail(*who):
+        waited.clear()
+        with pytest.raises(SystemExit), user_errors(*who):
+            raise ValueError("wrong")
+        return capfd.readouterr().err, list(waited)
+
+    def stop(asked):
+        wait = lambda seconds: waited.append(seconds) or asked  # noqa: E731
+        return SimpleNamespace(requested=SimpleNamespace(wait=wait))
+
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr("time.sleep", waited.append)
-    for local_rank, seconds in ((0, 0), (1, 30)):
-        with pytest.raises(SystemExit), user_errors(local_rank):
-            raise ValueError("wrong")
-        assert sum(waited) == pytest.approx(seconds)
-    assert capsys.readouterr().err == "error: wrong\n" * 2
-    monkeypatch.setattr(Stop, "requested", True)  # the launcher ends what local rank 0 has left
-    with pytest.raises(SystemExit), user_errors(1):
-        raise ValueError("wrong")
-    assert ended == [2, 2, 2] and not capsys.readouterr().err
+    assert fail(0) == fail(0, stop(False)) == ("error: wrong\n", [])
+    # An error of this process alone: nobody has stopped it.
+    assert fail(1) == fail(1, stop(False)) == ("error: wrong\n", [30])
+    # The launcher stops those that local rank 0 has left.
+    assert fail(1, stop(True)) == ("", [30])
+    assert ended == [2] * 5
 
 
 def test_flags_do_not_collide_with_torchruns(monkeypatch):
@@ -254,10 +385,11 @@ def test_flags_do_not_collide_with_torchruns(monkeypatch):
     theirs = [o for a in get_args_parser()._actions for o in a.option_strings if o[:2] == "--"]
     parsers = []
     original = distributed.ArgumentParser.parse_args
+    monkeypatch.setattr(sys, "argv", ["distributed.py"])
     monkeypatch.setattr(
         distributed.ArgumentParser,
         "parse_args",
-        lambda self, *a: parsers.append(self) or original(self, []),
+        lambda self: parsers.append(self) or original(self),
     )
     distributed.parse_args()
     ours = [o for a in parsers[0]._actions for o in a.option_strings if o[:2] == "--"]

@@ -9,8 +9,8 @@ from test_data import Draws
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import Prefetcher, Seeded, TrainSampler, make_loader
-from common.prefetcher import MEAN, STD
+from common.loader import Seeded, TrainSampler, make_loader
+from common.prefetcher import MEAN, STD, Prefetcher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,7 @@ def test_trains_resumes_and_evaluates(flags, work, tmp_path):
     """bf16 is the default: from the same start, the loss falls and the digits are learned."""
     command = [*ONE, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
     output = run([*command, "--max-steps", "44"], work, timeout=300)
-    assert "1 process on 1 node, nccl, cuda (" in output
+    assert f"distributed.py: processes: 1, nccl, {torch.cuda.get_device_name()}, " in output
     assert ("bf16" in output) == ("--precision" not in flags)
     output = run([*command, "--resume", "auto"], work, timeout=300)
     assert "resumed from" in output and "at epoch 2 step 0" in output
@@ -108,31 +108,38 @@ def test_a_gpu_goes_on_from_a_cpu_and_back(work, tmp_path):
         (30, {"CUDA_VISIBLE_DEVICES": ""}),
     ):
         output = run([*ONE, *flags, "--max-steps", str(steps)], work, env=env)
-        assert ("cuda (" in output) == (not env)
+        assert ("processes: 1, gloo, cpu, " in output) == bool(env)
     assert rows(tmp_path / "c")[-1]["step"] == 1
 
 
 def test_two_processes_share_a_gpu_with_gloo(work, tmp_path):
     flags = [*DEEP, "--backend", "gloo", "--precision", "fp32", "--checkpoint-dir", tmp_path / "c"]
     output = run([*torchrun(2), *flags], work)
-    assert "2 processes on 1 node, gloo, cuda (" in output
+    assert f"processes: 2, gloo, {torch.cuda.get_device_name()}, fp32" in output
     last_result(output)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_pinned_batches_stay_as_they_are(workers):
-    """Workers write into two buffers in turn: a third would be needed if these were not copied."""
+def test_batches_stay_as_they_are(workers):
+    """Pinned and prefetched, for as long as somebody holds them: a list of a whole epoch."""
     batches = {}
-    for device in ("cpu", "cuda"):
+    for device in map(torch.device, ("cpu", "cuda")):
         sampler = TrainSampler(40, 2, 0, 1, 0)
-        loader = make_loader(Seeded(Draws(), 0), sampler, 2, workers, torch.device(device))
-        batches[device] = []
+        loader = make_loader(Seeded(Draws(), 0), sampler, 2, workers, device)
+        batches[device.type] = []
         for epoch in range(3):
             sampler.set_epoch(epoch)
-            for images, _ in loader:
-                time.sleep(0.02)
-                batches[device].append(images.flatten().tolist())
-    assert images.is_pinned() and batches["cpu"] == batches["cuda"]
+            held = list(loader)
+            assert all(images.is_pinned() == (device.type == "cuda") for images, _ in held)
+            batches[device.type] += [images.flatten().tolist() for images, _ in held]
+            prefetched = list(Prefetcher(loader, device))
+            assert len(prefetched) == len(held) == 20
+            for (images, target), (same, labels) in zip(held, prefetched, strict=True):
+                plain = images / 255 - torch.tensor(MEAN).view(3, 1, 1)
+                plain = plain / torch.tensor(STD).view(3, 1, 1)
+                torch.testing.assert_close(same.cpu(), plain, atol=1e-5, rtol=1e-5)
+                assert labels.cpu().equal(target)
+    assert batches["cpu"] == batches["cuda"]
 
 
 def test_more_processes_than_gpus(work):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision import models
 
-from common import build_model
+from common.model import build_model
 from tests import nets
 
 CPU = torch.device("cpu")

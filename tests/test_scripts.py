@@ -20,9 +20,8 @@ import torch
 from conftest import PYTHON, ROOT, SMALL, Job, last_result, load, rows, run, same_state, torchrun
 from torch.nn.functional import cross_entropy, dropout
 
-from common import ImageFolder
-from common.data import centre_crop
-from common.process import seed_step
+from common.images import ImageFolder, centre_crop
+from common.seeds import seed_step
 from tests import nets
 
 DATAPARALLEL = [PYTHON, str(ROOT / "dataparallel.py")]
@@ -60,7 +59,7 @@ def test_trains_on_the_digits_with_the_default_model(command, work, tmp_path):
     assert row["images_per_second"] > 0 and 0 <= row["data_time"] < 1
     assert re.search(r"global batch 64 = \d x \d+; learning rate 0.025 = 0.1 x 64 / 256", output)
     assert re.search(r"^epoch 0 \[12/12\]  \d+ img/s", output, re.M), output
-    assert "arn" not in output.replace("learning", "").split("processes on")[-1], output
+    assert "arn" not in output.replace("learning", "").split("processes: ")[-1], output
 
 
 @pytest.mark.slow
@@ -217,19 +216,25 @@ def test_a_finished_run_says_so(work, tmp_path):
     run(command, work)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("*.pth")}
     output = run([*command, "--resume", "auto"], work)
-    assert "nothing left to train: 3 of 58 steps are done" in output
+    assert "nothing left to train: 3 of 3 steps are done" in output
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("*.pth")}
 
 
-def test_a_folder_that_holds_a_run_is_set_aside(work, tmp_path):
-    command = [*DISTRIBUTED, *SMALL, "--max-steps", "1", "--checkpoint-dir", tmp_path / "c"]
-    run(command, work)
-    inode = (tmp_path / "c/checkpoint.pth").stat().st_ino
-    for number in (1, 2):
-        output = run(command, work)
-        assert f"{tmp_path}/c held a run: renamed to {tmp_path}/c.{number}" in output
-    assert (tmp_path / "c.1/checkpoint.pth").stat().st_ino == inode
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.1", "c.2"]
+def test_a_folder_that_holds_a_run_is_refused(work, tmp_path):
+    """With every script; nothing in it or beside it is touched, and --resume auto goes on."""
+    folder = tmp_path / "c"
+    flags = [*SMALL, "--checkpoint-dir", folder, "--max-steps"]
+    run([*DISTRIBUTED, *flags, "1"], work)
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+    message = f"error: {folder} holds a run (checkpoint.pth): go on with --resume auto, "
+    message += "or give another --checkpoint-dir\n"
+    for command in (DISTRIBUTED, DATAPARALLEL, SPAWN):
+        assert run([*command, *flags, "2"], work, code=2) == message
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [folder]
+    output = run([*DISTRIBUTED, *flags, "2", "--resume", "auto"], work)
+    assert f"resumed from {folder}/checkpoint.pth at epoch 0 step 1\n" in output
+    assert load(folder)["step"] == 2
 
 
 def test_two_runs_at_once(work, tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import PYTHON, ROOT, Job, last_result, load, rows, run, same_state, torchrun
 
-from common.rendezvous import first_host, meeting_point, processes_per_task, tasks_on_node
+from common.slurm import Step, first_host, processes_per_task, tasks_per_node
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 SCRIPT = ROOT / "distributed_slurm_main.py"
@@ -34,8 +34,11 @@ pytestmark = pytest.mark.skipif(
 def cluster(tmp_path_factory):
     folder, cores = tmp_path_factory.mktemp("slurm") / "two", os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:2])
+    # It returns, with what a shell needs: no daemon keeps the pipe open that the shell reads.
+    start = ["bash", "-c", f'eval "$({CLUSTER} start {folder})" && echo "$SLURM_CONF"']
     try:
-        subprocess.run([CLUSTER, "start", folder], check=True, timeout=60)
+        started = subprocess.run(start, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+        assert started.stdout == f"{folder}/slurm.conf\n"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
             yield
@@ -88,8 +91,7 @@ def test_two_processes_are_the_two_of_torchrun(shape, work, two, tmp_path):
     options, flags = SHAPES[shape]
     flags = [*flags.split(), "--epochs", "2", "--checkpoint-dir", tmp_path / "run"]
     output = run(srun(options, *NORMED, *flags), work, env=THREADS)
-    nodes = "2 nodes" if "-N2" in options else "1 node"
-    assert f"srun: 2 processes on {nodes}, gloo, cpu" in output
+    assert "distributed_slurm_main.py: processes: 2, gloo, cpu" in output
     assert same_state(load(tmp_path / "run"), load(two[0]))
     assert rows(tmp_path / "run", timings=False) == rows(two[0], timings=False)
     assert last_result(output) == last_result(two[1])
@@ -112,7 +114,7 @@ def test_nodes_with_different_process_counts(work, tmp_path):
     command = f"exec {PYTHON} {SCRIPT} --nprocs $((SLURM_NODEID + 1)) " + '"$@"'
     flags = [*NORMED, "--max-steps", "5", "--checkpoint-dir", tmp_path / "run"]
     output = run(["srun", "-K", "-N2", "--gpus=3", "bash", "-c", command, "bash", *flags], work)
-    assert "srun: 3 processes on 2 nodes, gloo, cpu" in output
+    assert "processes: 3, gloo, cpu" in output
     assert rows(tmp_path / "run")[0]["world_size"] == 3
 
 
@@ -138,7 +140,7 @@ def test_command_of_the_documents(command, work, tmp_path):
         tmp_path,
         env={"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"},
     )
-    assert f"srun: {8 if 'ntasks' in command else 2} processes on 2 nodes" in output
+    assert f"processes: {8 if 'ntasks' in command else 2}, gloo, cpu" in output
     assert "start.sh" not in command or re.search(r"^\+ srun -K -N2 --gres gpu:\d -c", output)
     last_result(output)
 
@@ -307,13 +309,39 @@ def test_first_host_is_that_of_slurm(nodes):
         assert slurm("scontrol", "show", "hostnames", nodes).split()[0] == NODE_LISTS[nodes]
 
 
+# What Slurm 22.05 tells the second task of the second node of -N2 -n4 --gres gpu:2.
+TASK = {
+    "SLURM_JOB_ID": "100",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_GPUS_ON_NODE": "2",
+    "SLURM_CPUS_ON_NODE": "8",
+}
+
+
+def step(job=100, number=0, restarts=0, dist_file=None):
+    env = {"JOB_ID": job, "STEP_ID": number, "RESTART_COUNT": restarts}
+    return Step(TASK | {f"SLURM_{name}": str(value) for name, value in env.items()}, dist_file)
+
+
+def test_a_task_reads_what_slurm_says():
+    task = step()
+    assert (task.task, task.local_task, task.tasks, task.tasks_on_node) == (3, 1, 4, 2)
+    assert (task.gpus_on_node, task.cores_on_node) == (2, 8)
+
+
 def test_meeting_points_differ_by_job_step_and_restart(tmp_path):
-    steps = [(job, step, 0) for job in range(100, 120) for step in range(20)]
-    points = {meeting_point("n[1-2]", *step, None) for step in steps}
-    assert len(points) == len(steps) and {host for host, _ in points} == {"n1"}
-    assert all(1024 < port < 32768 for _, port in points)
+    steps = [(job, number, 0) for job in range(100, 120) for number in range(20)]
+    addresses = {step(*which).address for which in steps}
+    assert len(addresses) == len(steps) and {host for host, _ in addresses} == {"n1"}
+    assert all(1024 < port < 32768 for _, port in addresses)
     steps += [(100, 0, 1)]
-    assert len({meeting_point("n1", *step, str(tmp_path / "file")) for step in steps}) == 401
+    assert len({step(*which, str(tmp_path / "file")).address for which in steps}) == 401
 
 
 @pytest.mark.parametrize(
@@ -351,8 +379,8 @@ def test_processes_per_task(tasks, visible, on_node, nprocs, share, expected):
     ("counts", "expected"),
     [("1", [1]), ("4(x3)", [4, 4, 4]), ("2(x2),1", [2, 2, 1]), ("3,12(x2),1", [3, 12, 12, 1])],
 )
-def test_tasks_on_node(counts, expected):
-    assert [tasks_on_node(counts, node) for node in range(len(expected))] == expected
+def test_tasks_per_node(counts, expected):
+    assert tasks_per_node(counts) == expected
 
 
 def test_tasks_that_slurm_deals_out_in_turn(work, tmp_path):

@@ -22,8 +22,8 @@ SCRIPTS = ["distributed", *OTHERS]
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
     "dataparallel": ["# Strategy."],
-    "multiprocessing_distributed": ["# Who am I?", "def spawn"],
-    "distributed_slurm_main": ["# Who am I?", "open_store(*meeting)"],
+    "multiprocessing_distributed": ["# Who am I?", "dist.FileStore", "def spawn"],
+    "distributed_slurm_main": ["# Who am I?", "step.open_store", "def launch"],
     "apex_distributed": ["# Strategy.", "amp.scale_loss"],
     "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
 }
@@ -131,7 +131,7 @@ def blocks():
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
     made["scale"] = table("scale", "name", "files", "start_s", "worker_private_mb", "us_per_image")
-    made["imports"] = excerpt("distributed.py", ("from common", "fresh_store"))
+    made["imports"] = excerpt("distributed.py", ("from common", "from common.watch"))
     made["evaluation"] = excerpt(
         "distributed.py",
         ("val_sampler = range", "val_loader = "),

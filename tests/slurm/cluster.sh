@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A real Slurm with two nodes, n1 and n2, on this machine; each has 4 GPUs that are not there.
 #
-#   tests/slurm/cluster.sh start [DIR]    then: export SLURM_CONF=DIR/slurm.conf, srun -N2 hostname
-#   tests/slurm/cluster.sh stop [DIR]     ends every job and daemon, removes DIR
+#   eval "$(tests/slurm/cluster.sh start [DIR])"    then: srun -N2 hostname
+#   tests/slurm/cluster.sh stop [DIR]               ends every job and daemon, removes DIR
 #
 # DIR (default: slurm-two-nodes in the temporary folder) holds every file. Needs root and
 #   apt-get install slurmctld slurmd slurm-client munge
@@ -122,16 +122,17 @@ echo "CgroupPlugin=cgroup/v1" >"$dir/cgroup.conf" # the default asks systemd
 for i in 0 1 2 3; do mknod "$dir/gpu$i" c 1 3; done
 { cat /etc/hosts; echo "127.0.0.1 n1 n2"; } >"$dir/hosts"
 
-# Each daemon leaves the output of this script, or whoever reads it would wait for the daemons.
+# No daemon may keep this script's own output open: whoever reads that would wait for the daemons.
 exec 3>&1 4>&2 >"$dir/start.log" 2>&1 </dev/null
+start_daemon() { "$@" 3>&- 4>&-; }
 (umask 077 && head -c 1024 /dev/urandom >"$dir/munge/key")
-munged --force --key-file="$dir/munge/key" --socket="$dir/munge/socket" --pid-file="$dir/munge/pid" \
+start_daemon munged --force --key-file="$dir/munge/key" --socket="$dir/munge/socket" --pid-file="$dir/munge/pid" \
     --log-file="$dir/munge/log" --seed-file="$dir/munge/seed"
 export SLURM_CONF=$dir/slurm.conf
-slurmctld -f "$SLURM_CONF"
+start_daemon slurmctld -f "$SLURM_CONF"
 for node in n1 n2; do
     # Names that nobody else has to know: for a node's processes alone, they stand in /etc/hosts.
-    unshare --mount --uts bash -c "
+    start_daemon unshare --mount --uts bash -c "
         mount --bind '$dir/hosts' /etc/hosts && hostname $node
         exec slurmd -f '$SLURM_CONF' -N $node"
 done
