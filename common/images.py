@@ -125,11 +125,14 @@ def _read_with_pil(path):
     with Image.open(path) as file:
         if getattr(file, "n_frames", 1) > 1:
             raise ValueError("it has several frames")
+        bits = getattr(file, "tag_v2", {}).get(258, (8,))[0]  # of a TIFF
+        if bits not in (1, 8, 16) or (bits == 16 and not file.mode.startswith("I;16")):
+            raise ValueError(f"its pixels have {bits} bits: convert it to 8 or 16")
         if file.mode.startswith("I;16"):
             grey = np.array(file).astype(np.uint16)
             return torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1)
         if file.mode in ("I", "F"):  # what is white there is not known: PIL would cut at 255
-            raise ValueError("its pixels are 32-bit numbers: convert it to 8 or 16 bits")
+            raise ValueError("its pixels have 32 bits: convert it to 8 or 16")
         return torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)
 
 

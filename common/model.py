@@ -22,7 +22,7 @@ def build_model(args, num_classes, device, local_batch_size=None, example=None):
     """
     make = _imported if ":" in args.arch else _torchvision
     make = make(args.arch, args.pretrained, args.image_size)
-    size = f"--image-size {args.image_size}"
+    size = f"--image-size {args.image_size}" if example is None else "the example"
     try:
         if example is None:
             example = torch.zeros(1, 3, args.image_size, args.image_size)
@@ -40,8 +40,9 @@ def build_model(args, num_classes, device, local_batch_size=None, example=None):
         reason = first_line(error)
         if "CUDA" in reason or "cuDNN" in reason:  # such as a GPU that others have filled
             raise ValueError(f"{device} cannot run {args.arch}: {reason}") from None
-        kind = type(error).__name__
-        raise ValueError(f"{args.arch} cannot take {size}: {kind}: {reason}") from None
+        if not isinstance(error, (RuntimeError, ValueError, AssertionError)):
+            reason = f"{type(error).__name__}: {reason}"  # such as a name that is not defined
+        raise ValueError(f"{args.arch} cannot take {size}: {reason}") from None
     if getattr(output, "shape", None) != (1, num_classes):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
         raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")

@@ -96,7 +96,7 @@ def test_predictions_that_cannot_be_written(work, tmp_path):
     flags = [*NORMED, "--predictions", tmp_path / "none/p.csv"]
     output = run([PYTHON, ROOT / "dataparallel.py", *flags], work, code=2)
     assert output.startswith("error: argument --predictions: cannot write ")
-    for lengths in ((1, 1), (2, 2), (1, 2)):  # of three images: nothing is written
+    for lengths in ((1, 1), (2, 2), (1, 2), (2,), (4,)):  # of three images: nothing is written
         with pytest.raises(ValueError):
             save_predictions(tmp_path / "p.csv", [0, 1, 2], [torch.zeros(n, 2) for n in lengths])
     assert not list(tmp_path.iterdir())
