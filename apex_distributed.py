@@ -174,7 +174,7 @@ def main():
             weight_decay=args.weight_decay,
         )
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False  # not in every forward(): once, before validation
+        model.broadcast_buffers = False  # BatchNorm's statistics are sent before each validation
         backend += ", Apex's FusedSGD"
 
     if args.compile:

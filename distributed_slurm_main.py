@@ -135,7 +135,7 @@ def main(index, step):
     # gradients of all.
     model = nn.SyncBatchNorm.convert_sync_batchnorm(net) if args.sync_bn else net
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # BatchNorm's statistics: before validation, not in each step
+    model.broadcast_buffers = False  # BatchNorm's statistics are sent before each validation
 
     if args.compile:
         model.compile()

@@ -107,10 +107,13 @@ def test_distributed_takes_few_names():
 
 
 def test_distributed_drags_little_of_common_along():
-    """All modules that its imports reach, docstrings included."""
+    """All modules that its imports reach, docstrings included: a third of them are docstrings.
+
+    Growing is a decision: each mechanism is there for a user who would miss it.
+    """
     modules = reached(ROOT / "distributed.py")
     lines = {module: len(MODULES[module].read_text().splitlines()) for module in modules}
-    assert sum(lines.values()) <= 1300, (sum(lines.values()), lines)
+    assert sum(lines.values()) <= 1550, (sum(lines.values()), lines)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
