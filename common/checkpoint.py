@@ -58,7 +58,10 @@ class Run:
             raise ValueError(f"no checkpoint to evaluate in {self.folder}")
 
     def _read_newest(self):
-        paths = self.newest, os.path.join(self.folder, PREVIOUS)
+        paths = [self.newest, os.path.join(self.folder, PREVIOUS)]
+        if not any(map(os.path.lexists, paths)):
+            # A first save that was interrupted may have left this one alone.
+            paths = [os.path.join(self.folder, BEST)]
         for path in filter(os.path.lexists, paths):
             try:
                 self.path, self.checkpoint = path, read_checkpoint(path)
@@ -142,7 +145,7 @@ class Run:
         if not continued:
             if os.path.lexists(self.newest):  # and damaged
                 replace_by_link(
-                    self.newest, f"{self.folder}/checkpoint.damaged-{int(time.time())}.pth"
+                    self.newest, f"{self.folder}/checkpoint.damaged-{time.time_ns()}.pth"
                 )
             replace_by_link(self.path, self.newest)
         cut_rows(self.folder, self.epoch, self.step)

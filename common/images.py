@@ -88,11 +88,12 @@ def _image_files(root, folder, seen):
     seen[identity] = path
     with os.scandir(path) as scan:
         entries = sorted((e for e in scan if not e.name.startswith(".")), key=lambda e: e.name)
-    files = [
-        os.path.join(folder, entry.name)
-        for entry in entries
-        if entry.name.lower().endswith(IMG_EXTENSIONS) and entry.is_file()
-    ]
+    files = []
+    for entry in (e for e in entries if e.name.lower().endswith(IMG_EXTENSIONS)):
+        if entry.is_symlink() and not os.path.exists(entry.path):
+            raise ValueError(f"{entry.path} is a link to nothing")
+        if entry.is_file():
+            files.append(os.path.join(folder, entry.name))
     for entry in entries:
         if entry.is_dir():
             files += _image_files(root, os.path.join(folder, entry.name), seen)
@@ -125,10 +126,10 @@ def _read_with_pil(path):
     with Image.open(path) as file:
         if getattr(file, "n_frames", 1) > 1:
             raise ValueError("it has several frames")
-        bits = getattr(file, "tag_v2", {}).get(258, (8,))[0]  # of a TIFF
-        if bits not in (1, 8, 16) or (bits == 16 and not file.mode.startswith("I;16")):
-            raise ValueError(f"its pixels have {bits} bits: convert it to 8 or 16")
         if file.mode.startswith("I;16"):
+            tags = getattr(file, "tag_v2", {})  # of a TIFF: 12 bits, or 0 for white
+            if tags.get(258, (16,))[0] != 16 or tags.get(262, 1) != 1:
+                raise ValueError("its pixels are not 16 bits from black to white: convert it")
             grey = np.array(file).astype(np.uint16)
             return torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1)
         if file.mode in ("I", "F"):  # what is white there is not known: PIL would cut at 255

@@ -103,6 +103,8 @@ def print_banner(run, train_set, val_set, workers, backend, device):
         lines.append(f"resumed from {run.path} at {run.place()}")
     elif args["evaluate"] or args["resume"]:
         weights = "those of torchvision" if args["pretrained"] else "random"
+        if args["pretrained"] and len(run.classes) != 1000:
+            weights += ", but for the head: it is random"
         lines.append(f"no checkpoint: the weights are {weights}")
     before = run.resumed_args
     changed = {name for name in before.keys() & args.keys() if before[name] != args[name]}

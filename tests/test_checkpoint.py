@@ -55,6 +55,17 @@ def test_what_is_saved_is_what_is_restored(tmp_path):
     assert (tmp_path / "model_best.pth").samefile(tmp_path / "checkpoint.pth")
 
 
+def test_a_first_save_that_was_killed_may_have_left_the_best_alone(tmp_path):
+    """It goes on from there, where nothing newer is; the run is not refused."""
+    write(tmp_path, 1)
+    (tmp_path / "checkpoint.pth").unlink()
+    run = opened(tmp_path)
+    run.restore(*parts())
+    assert run.epoch == load(tmp_path)["epoch"] == 1 and len(rows(tmp_path)) == 1
+    save(run, 2)
+    assert [load(tmp_path, name)["epoch"] for name in NAMES] == [2, 1, 2]
+
+
 def test_only_a_better_validation_is_the_best(tmp_path):
     run = write(tmp_path, 1)
     for epoch, acc1 in ((2, 50.0), (3, 51.0), (4, 51.5)):

@@ -511,6 +511,9 @@ NO_BYTES = {
     .replace(struct.pack("<HHII", 258, 4, 1, 8), struct.pack("<HHII", 258, 4, 1, 12))
     .replace(struct.pack("<HHII", 256, 4, 1, 48), struct.pack("<HHII", 256, 4, 1, 32)),
     "32.tif": tiff(DEEP.astype(np.uint32) * 65537),
+    "negative.tif": tiff(0xFFFF - DEEP).replace(
+        struct.pack("<HHII", 262, 4, 1, 1), struct.pack("<HHII", 262, 4, 1, 0)
+    ),
     "signed.tif": tiff(DEEP.astype(np.int16), kind=2),
     "float.tif": tiff(GREY.astype(np.float32) / 255, kind=3),
 }
@@ -556,6 +559,12 @@ def found(root):
     names = [os.path.relpath(dataset.path(i), root) for i in range(len(dataset))]
     assert [dataset.classes[t] for t in dataset.targets] == [n.split("/")[0] for n in names]
     return dataset.classes, names
+
+
+def test_a_link_to_nothing_is_said(folder):
+    (folder / "cat/gone.jpg").symlink_to("/not/mounted/gone.jpg")
+    with pytest.raises(ValueError, match=r"cat/gone\.jpg is a link to nothing"):
+        found(folder)
 
 
 EXPECTED = ["cat", "dog"], ["cat/1.png", "cat/2.png", "dog/1.png", "dog/deeper/2.png"]
