@@ -79,6 +79,9 @@ class Curves:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
             self.writer = SummaryWriter(**self.how)
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # a process may end at any moment
+        try:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()  # a process may end at any moment
+        except OSError as error:  # such as a full disk
+            raise OSError(f"cannot write {self.how['log_dir']}: {error}") from error
