@@ -36,9 +36,12 @@ def restart_safe_store(rank, world_size, seconds):
     Raises TimeoutError, naming the ranks that have not come after so many seconds, and ValueError
     where there is no store at the address.
     """
-    timeout = timedelta(seconds=seconds)
+    # torchrun's store is there before its workers are: where it is not, torchrun was killed.
+    from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    patience = timedelta(seconds=min(seconds, 20) if from_torchrun else seconds)
     try:
-        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=patience))
+        store.set_timeout(timedelta(seconds=seconds))
     except (RuntimeError, ValueError, OverflowError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ValueError(f"rank {rank} cannot use {address} to meet the others: {error}") from None
