@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 
 import torch
 
@@ -29,7 +30,9 @@ class Watch:
     """
 
     def __init__(self, rank, world_size, run, store=None, seconds=None):
-        self.rank, self.world_size, self.run, self.store = rank, world_size, run, store
+        self.rank, self.world_size, self.run = rank, world_size, run
+        # Weak, for sys.excepthook keeps this object, and a FileStore's file ends with its last user.
+        self.store = weakref.ref(store) if store is not None else lambda: None
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
         self.seconds = seconds and seconds * (0.9 if torch.cuda.is_available() else 1)
         self.deadlines = [math.inf]  # of the blocks that we are in
@@ -73,7 +76,7 @@ class Watch:
         return min(*self.deadlines, time.monotonic() + 1e6) - time.monotonic()
 
     def _end(self, lines, reason, others_too):
-        if others_too and self.store:
+        if others_too and self.store():
             reason += self._missing()
         say("".join([*lines, f"rank {self.rank} failed at {self.run.place()}: {reason}"]))
         os._exit(1)
@@ -83,10 +86,11 @@ class Watch:
         silent = []
 
         def ask():
-            self.store.set(f"failed {self.rank}", "")
+            store = self.store()
+            store.set(f"failed {self.rank}", "")
             time.sleep(2)  # the others notice at nearly the same time
             ranks = range(self.world_size)
-            silent.extend(str(r) for r in ranks if not self.store.check([f"failed {r}"]))
+            silent.extend(str(r) for r in ranks if not store.check([f"failed {r}"]))
 
         thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach
         thread.start()
