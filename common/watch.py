@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(self, rank, world_size, run, store=None, seconds=None):
         self.rank, self.world_size, self.run = rank, world_size, run
-        # Weak, for sys.excepthook keeps this object, and a FileStore's file ends with its last user.
+        # Weak: sys.excepthook keeps this object, and a FileStore's file ends with its last user.
         self.store = weakref.ref(store) if store is not None else lambda: None
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
         self.seconds = seconds and seconds * (0.9 if torch.cuda.is_available() else 1)

@@ -113,7 +113,7 @@ def test_distributed_drags_little_of_common_along():
     """
     modules = reached(ROOT / "distributed.py")
     lines = {module: len(MODULES[module].read_text().splitlines()) for module in modules}
-    assert sum(lines.values()) <= 1550, (sum(lines.values()), lines)
+    assert sum(lines.values()) <= 1560, (sum(lines.values()), lines)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
