@@ -130,7 +130,7 @@ def test_one_line(case, outcomes, folders):
 @pytest.mark.parametrize("flags", ["--data flat_val", "-b 63", "-a tests.nets:wrong_head"])
 def test_once_with_mp_spawn(flags, folders, tmp_path):
     command = [*SPAWN, *SMALL, "--checkpoint-dir", tmp_path / "c", *flags.split()]
-    (line,) = run(command, folders, timeout=60, code=2).strip().splitlines()
+    (line,) = run(command, folders, timeout=150, code=2).strip().splitlines()
     assert line.startswith("error: ")
 
 
@@ -138,7 +138,7 @@ def test_once_with_mp_spawn(flags, folders, tmp_path):
 def test_once_under_torchrun_too(flags, folders, tmp_path):
     """torchrun adds its own report and returns 1; our line comes once, from local rank 0."""
     command = [*torchrun(4), *SMALL, "--checkpoint-dir", tmp_path / "c", *flags.split()]
-    output = run(command, folders, timeout=60, code=1)
+    output = run(command, folders, timeout=150, code=1)
     assert output.count("error: ") == 1 and output.count("Traceback") <= 1  # torchrun's
     assert "exitcode  : 2" in output and "distributed.py FAILED" in output
 
