@@ -35,9 +35,8 @@ class Run:
         self.total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
         # Saved beside the weights: what made them, and what is compared when they are resumed.
         known = vars(args) | {"world_size": world_size, "images": len(train_set)}
-        self.args = json.loads(
-            json.dumps(known, default=str)
-        )  # plain: read_checkpoint() wants that
+        # read_checkpoint() takes plain values only.
+        self.args = json.loads(json.dumps(known, default=str))
         self.resumed_args = {}
         self.epoch, self.step, self.best_acc1 = 0, 0, 0.0
         self.path, self.checkpoint, self.damaged, self.curves = None, None, [], None
@@ -123,10 +122,10 @@ class Run:
         """Rank 0: create, lock and tidy the checkpoint folder.
 
         A run in it may only be continued, and only from its newest checkpoint. Nothing is removed
-        but temporary files of a process that was killed. A damaged
-        newest checkpoint is kept as checkpoint.damaged-TIME.pth. Lines of metrics.jsonl beyond the
-        checkpoint are cut, for they will be written again. Raises ValueError for a folder that
-        another run writes to or has written, OSError where it cannot be written.
+        but temporary files of a process that was killed. A damaged newest checkpoint is kept as
+        checkpoint.damaged-TIME.pth. Lines of metrics.jsonl beyond the checkpoint are cut, for they
+        will be written again. Raises ValueError for a folder that another run writes to or has
+        written, OSError where it cannot be written.
         """
         if self.args["tensorboard"]:
             self.curves = Curves(self.folder, self.global_step() + 1)

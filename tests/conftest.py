@@ -1,10 +1,13 @@
 """How the tests start scripts: as a user does, with a timeout, and with nothing left behind."""
 
+import contextlib
 import json
 import os
 import queue
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
@@ -27,12 +32,101 @@ def torchrun(processes, script="distributed.py"):
     return [*run, f"--nproc-per-node={processes}", str(ROOT / script)]
 
 
+def forked(script="distributed.py", ranks=1):
+    """The command for forks of a process that has torch already: see tests/forks.py.
+
+    script may be "-c" too. Not for what needs another environment when Python or torch starts.
+    """
+    return [Forked, ranks, script if script == "-c" else str(ROOT / script)]
+
+
+def full(*parameters):
+    """A set of parameters for --all alone."""
+    return pytest.param(*parameters, marks=pytest.mark.full)
+
+
 HOROVODRUN = [Path(PYTHON).parent / "horovodrun", "-np", 2, PYTHON]
 
 
 def needs_horovod():
     if not HOROVODRUN[0].exists() and "CI" not in os.environ:
         pytest.skip("Horovod is not installed: tools/install_horovod.sh")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also the tests that take long")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # not in a process of pytest-xdist
+        config.pluginmanager.register(Progress(config))
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all") or any("::" in name for name in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(left_out)
+
+
+class Forked:
+    """A process of tests/forks.py, as subprocess.Popen shows one."""
+
+    server = None
+
+    def __init__(self, command, cwd, env):
+        self.args, self.returncode = command, None
+        if Forked.server is None:
+            Forked.server = self._start_server()
+        output, self.stdout = self._pipe()
+        status, self.status = self._pipe()
+        request = {"ranks": command[1], "command": command[2:], "cwd": str(cwd), "env": env}
+        socket.send_fds(self.server, [json.dumps(request).encode()], [output, status])
+        os.close(output)
+        os.close(status)
+        self.pid = int(self.status.readline())
+
+    @staticmethod
+    def _start_server():
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
+        clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
+        subprocess.Popen(
+            [PYTHON, ROOT / "tests/forks.py", str(theirs.fileno())],
+            cwd=ROOT,
+            env=clean | quiet,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        return ours
+
+    @staticmethod
+    def _pipe():
+        read, write = os.pipe()
+        return write, open(read)
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self.status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self.status.readline())
+        return self.returncode
+
+    def poll(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
 
 class Job:
@@ -47,18 +141,21 @@ class Job:
         clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
         if not self.gpu:  # what the tests hold to the bit is bits of CPUs
             clean["CUDA_VISIBLE_DEVICES"] = ""
-        self.process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=cwd,
-            env=clean
-            | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
-            | (env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value} | (env or {})
+        if command[0] is Forked:
+            command = [*command[:2], *map(str, command[2:])]
+            self.process = Forked(command, cwd, clean)
+        else:
+            self.process = subprocess.Popen(
+                list(map(str, command)),
+                cwd=cwd,
+                env=clean,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         self.lines = queue.SimpleQueue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -75,8 +172,10 @@ class Job:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
+                    state, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()
+                    ours = int(numbers[2]) == self.process.pid  # its session: a fork has no mark
+                    ours = ours or self.mark.encode() in (entry / "environ").read_bytes()
+                    if ours and state != "Z":
                         found.append(int(entry.name))
                 except OSError:
                     continue  # ended meanwhile, or not ours to look at

@@ -8,9 +8,10 @@ import re
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, last_result, load, rows, run, same_state, torchrun
+from conftest import PYTHON, ROOT, forked, last_result, load, rows, run, same_state, torchrun
 
 SCRIPT = ROOT / "apex_distributed.py"
+ALONE, TWO = forked(SCRIPT), forked(SCRIPT, ranks=2)
 # BatchNorm, dropout and weight decay, over the end of an epoch of 29 steps.
 NORMED = [*"--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2".split()]
 NORMED += [*"--wd 1e-2 -j 1 --max-steps 36".split()]
@@ -26,7 +27,7 @@ def double(era):
 
 @pytest.fixture(scope="module")
 def reference(work):
-    run([*torchrun(2), *NORMED, "--checkpoint-dir", "apex-reference"], work, env=double("none"))
+    run([*forked(ranks=2), *NORMED, "--checkpoint-dir", "apex-reference"], work, env=double("none"))
     return work / "apex-reference"
 
 
@@ -48,7 +49,7 @@ def test_one_line_says_what_is_missing(files, message, work, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("import pyramid_of_another_project")
     path = {"PYTHONPATH": str(tmp_path)}
-    assert run([PYTHON, SCRIPT], work, env=path, code=2) == f"error: {message}{REMEDY}\n"
+    assert run(ALONE, work, env=path, code=2) == f"error: {message}{REMEDY}\n"
     if not files:
         output = run(torchrun(2, SCRIPT), work, code=1)
         assert output.count("error: ") == output.count(message) == 1
@@ -57,7 +58,7 @@ def test_one_line_says_what_is_missing(files, message, work, tmp_path):
 @pytest.mark.parametrize("era", ERAS)
 def test_is_the_same_as_distributed(era, work, reference, tmp_path):
     flags = [*NORMED, *ERAS[era], "--checkpoint-dir", tmp_path / "c"]
-    output = run([*torchrun(2, SCRIPT), *flags], work, env=double(era))
+    output = run([*TWO, *flags], work, env=double(era))
     used = {
         "older": ["double: amp.initialize O1", "double: Apex's DDP", "apex.amp O1, Apex's DDP, "],
         "today": ["double: FusedSGD", "gloo, Apex's FusedSGD, cpu, fp32"],
@@ -79,7 +80,7 @@ def test_resumes_and_is_resumed_in_mid_epoch(era, work, reference, tmp_path):
         ("apex_distributed.py", ERAS[era], 30),
         ("distributed.py", [], 36),
     ):
-        command = [*torchrun(2, script), *flags, *own, "--max-steps", steps]
+        command = [*forked(script, ranks=2), *flags, *own, "--max-steps", steps]
         output = run(command, work, env=double(era))
         assert steps == 9 or "resumed from" in output
         if era == "older" and own:  # scaled losses are counted on over the second resume
@@ -89,9 +90,9 @@ def test_resumes_and_is_resumed_in_mid_epoch(era, work, reference, tmp_path):
 
 def test_fp16s_scaler_goes_on(work, tmp_path):
     flags = [*NORMED, "--precision", "fp16", "--checkpoint-dir"]
-    run([*torchrun(2), *flags, tmp_path / "a"], work, env=double("none"))
+    run([*forked(ranks=2), *flags, tmp_path / "a"], work, env=double("none"))
     for steps in (20, 36):
-        command = [*torchrun(2, SCRIPT), *flags, tmp_path / "b", "--resume", "auto"]
+        command = [*TWO, *flags, tmp_path / "b", "--resume", "auto"]
         run([*command, "--max-steps", steps], work, env=double("today"))
     assert load(tmp_path / "b")["scaler"]["scale"] > 0
     assert same_state(load(tmp_path / "a"), load(tmp_path / "b"))
@@ -99,15 +100,15 @@ def test_fp16s_scaler_goes_on(work, tmp_path):
 
 @pytest.mark.parametrize("era, flags", [("older", "--opt-level O3"), ("today", "--precision bf16")])
 def test_validates_in_the_precision_of_training(era, flags, work, tmp_path):
-    command = [*torchrun(2, SCRIPT), *NORMED, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
+    command = [*TWO, *NORMED, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
     trained = last_result(run(command, work, env=double(era)))
     assert trained[1] > 30
     again = [*command, "--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
     assert last_result(run(again, work, env=double(era))) == trained
-    single = [PYTHON, SCRIPT, *again[len(torchrun(2, SCRIPT)) :]]
+    single = [*ALONE, *again[len(TWO) :]]
     assert last_result(run(single, work, env=double(era))) == pytest.approx(trained, abs=0.3)
     if era == "today":
-        ddp = [*torchrun(2), *again[len(torchrun(2, SCRIPT)) :]]
+        ddp = [*forked(ranks=2), *again[len(TWO) :]]
         assert last_result(run(ddp, work, env=double(era))) == trained
     else:
         assert {w.dtype for w in load(tmp_path / "c")["state_dict"].values()} >= {torch.bfloat16}
@@ -121,7 +122,7 @@ def test_validates_in_the_precision_of_training(era, flags, work, tmp_path):
     ],
 )
 def test_flags_of_the_other_era(era, flags, message, work):
-    output = run([PYTHON, SCRIPT, *flags.split()], work, env=double(era), code=2)
+    output = run([*ALONE, *flags.split()], work, env=double(era), code=2)
     assert output.startswith(f"error: {message}") and output.count("\n") == 1
 
 

@@ -22,8 +22,11 @@ from conftest import (
     HOROVODRUN,
     PYTHON,
     ROOT,
+    Forked,
     Job,
     events,
+    forked,
+    full,
     load,
     needs_horovod,
     rows,
@@ -48,7 +51,12 @@ SCRIPTS = {
     "multiprocessing": (SPAWN, {}),
     "apex": ([*torchrun(2, "apex_distributed.py"), "--precision", "fp32"], DOUBLE),
     "horovod": ([*HOROVODRUN, ROOT / "horovod_distributed.py"], {}),
+    # Where how it is started is not the point.
+    "one": (forked("dataparallel.py"), {}),
+    "two": (forked("distributed.py", ranks=2), {}),
 }
+ALONE = {"dataparallel": "one", "one": "one"}  # one process computes other sums than two
+LAUNCHED = ["dataparallel", "distributed", "multiprocessing", "apex", "horovod"]
 
 
 def start(name, folder, work, *more):
@@ -79,6 +87,11 @@ def parent(pid):
 def processes(job):
     """(the launcher, the training processes, the loader workers) of a job, as pids."""
     pids = job.pids()
+    if isinstance(job.process, Forked):
+        launcher = job.process.pid
+        training = [p for p in pids if parent(p) == launcher] if job.process.args[1] > 1 else []
+        workers = [p for p in pids if p not in (launcher, *training)]
+        return launcher, training or [launcher], workers
     script = [p for p in pids if re.search(r"\.py |spawn_main", cmdline(p))]
     script = [p for p in script if not re.search("torch.distributed|horovodrun", cmdline(p))]
     script = [p for p in script if not re.search("resource_tracker|bash|sh -c", cmdline(p))]
@@ -110,7 +123,12 @@ def straight(work):
         finish(start(name, work / f"straight-{name}", work))
         return work / f"straight-{name}"
 
-    return lambda name: folder("dataparallel" if name == "dataparallel" else "distributed")
+    return lambda name: folder(ALONE.get(name, "two"))
+
+
+def resume(name, folder, work, *more):
+    """The rest of a run of any script, by a cheap one: it goes on to the same end."""
+    return finish(start(ALONE.get(name, "two"), folder, work, "--resume", "auto", *more))
 
 
 def resumed_where_it_stood(output, state):
@@ -133,12 +151,12 @@ def kill_and_go_on(name, victims, moment, folder, work, more=()):
     code, output = job.wait(60)  # fails for a process that is left
     assert code != 0
     state = load(folder)
-    output = finish(start(name, folder, work, "--resume", "auto", *more))
+    output = resume(name, folder, work, *more)
     assert resumed_where_it_stood(output, state), output
     return state
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*LAUNCHED[:3], *map(full, LAUNCHED[3:])])
 def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     """One worker, then the launcher; twice in one epoch, at steps that no seed chooses."""
     if name == "horovod":
@@ -167,7 +185,7 @@ def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     assert set(leaked_shared_memory()) <= set(before)
 
 
-@pytest.mark.parametrize("name", ["distributed", "multiprocessing"])
+@pytest.mark.parametrize("name", [full("distributed"), "multiprocessing"])
 def test_a_launcher_killed_while_its_processes_start(name, work, tmp_path):
     """They have no request to be killed with it yet, and find it gone after their imports.
 
@@ -188,14 +206,14 @@ def test_a_launcher_killed_while_its_processes_start(name, work, tmp_path):
 @pytest.mark.parametrize(("workers", "epoch"), [("0", 0), ("2", 0), ("0", 1)])
 def test_all_killed_with_any_number_of_workers(workers, epoch, work, straight, tmp_path):
     more, moment = ["-j", workers], rf"epoch {epoch} \[{3 if epoch else 13}/"
-    state = kill_and_go_on("distributed", "all", moment, tmp_path / "c", work, more)
+    state = kill_and_go_on("two", "all", moment, tmp_path / "c", work, more)
     assert state["epoch"] == epoch and bool(state["step"]) != epoch  # 1: the one of epoch 0's end
-    same_run(tmp_path / "c", straight("distributed"))
+    same_run(tmp_path / "c", straight("two"))
 
 
 def test_four_processes_end_within_rounding(work, tmp_path):
     """DDP forms its buckets anew after the first backward: sums are taken in another order."""
-    command = [*torchrun(4), *FLAGS, "--checkpoint-dir"]
+    command = [*forked(ranks=4), *FLAGS, "--checkpoint-dir"]
     run([*command, tmp_path / "a"], work, env=ONE_THREAD)
     job = Job([*command, tmp_path / "b"], work, ONE_THREAD)
     job.wait_for(r"epoch 0 \[18/")
@@ -240,7 +258,7 @@ def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
     """Before a validation and after it. As a soak: at every moment of a run that saves thrice."""
     script = tmp_path / "killer.py"
     script.write_text(KILLER)
-    command = [PYTHON, script, *FLAGS, "--max-steps", "31", "--checkpoint-freq", "0"]
+    command = [*forked(script), *FLAGS, "--max-steps", "31", "--checkpoint-freq", "0"]
     command += ["--checkpoint-dir"]
     env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
     output = run([*command, tmp_path / "a"], work, env=env | {"KILL_AT": "0"})
@@ -274,7 +292,7 @@ def test_killed_between_the_files_of_a_checkpoint(sample, work, tmp_path):
 def test_killed_in_a_validation_that_alone_is_done_again(work, straight, tmp_path):
     """Also when no epoch is left, and with what was known of the training alone."""
     (tmp_path / "killer.py").write_text(KILLER)
-    command = [PYTHON, tmp_path / "killer.py", *FLAGS, "--checkpoint-freq", "0", "--tensorboard"]
+    command = [*forked(tmp_path / "killer.py"), *FLAGS, "--checkpoint-freq", "0", "--tensorboard"]
     command += ["--resume", "auto", "--checkpoint-dir", tmp_path / "c"]
     env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
     assert Job(command, work, env | {"KILL_AT": "5"}).wait(60)[0] == -9
@@ -283,7 +301,7 @@ def test_killed_in_a_validation_that_alone_is_done_again(work, straight, tmp_pat
     assert output.count(" * loss ") == 1 and "epoch 0 [" not in output, output
     (row,) = rows(tmp_path / "c")
     assert row.get("images_per_second") is row.get("data_time") is None
-    reference = straight("dataparallel")
+    reference = straight("one")
     assert rows(tmp_path / "c", timings=False) == rows(reference, timings=False)[:1]
     shown = events(tmp_path / "c/tensorboard")
     assert max(shown["train/loss"]) == max(shown["epoch/acc1"]) == 29
@@ -294,7 +312,7 @@ def test_killed_in_a_validation_that_alone_is_done_again(work, straight, tmp_pat
 @pytest.mark.parametrize("round", range(30))
 def test_soak_of_kills(round, work, straight, tmp_path):
     """Any script, any victim, three times: while it starts, at any line, or soon after one."""
-    name = list(SCRIPTS)[round % len(SCRIPTS)]
+    name = LAUNCHED[round % len(LAUNCHED)]
     if name == "horovod":
         needs_horovod()
     folder, kills = tmp_path / "c", []
@@ -338,7 +356,7 @@ def test_a_rank_that_does_not_come_back_after_a_restart_is_missed():
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     code = "from common.rendezvous import restart_safe_store; restart_safe_store(0, 2, 1)"
-    output = run([PYTHON, "-c", code], ROOT, timeout=60, env=env, code=1)
+    output = run([*forked("-c"), code], ROOT, timeout=60, env=env, code=1)
     assert output.endswith("TimeoutError: no sign of rank 1 for 1 s\n")
 
 
@@ -361,7 +379,10 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize("case", SIGNALS)
+QUICK = ["one rank", "torchrun at the terminal", "mp.spawn's parent", "the only process"]
+
+
+@pytest.mark.parametrize("case", [case if case in QUICK else full(case) for case in SIGNALS])
 def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
     name, who, number, expected = SIGNALS[case]
     if name == "horovod":
@@ -385,12 +406,12 @@ def test_a_signal_saves_and_stops(case, work, straight, tmp_path):
     state = load(tmp_path / "c")
     assert 4 <= state["epoch"] * 29 + state["step"] < 45
     assert "saved: --resume auto goes on" in output
-    output = finish(start(name, tmp_path / "c", work, "--resume", "auto", "--checkpoint-freq", "0"))
+    output = resume(name, tmp_path / "c", work, "--checkpoint-freq", "0")
     assert resumed_where_it_stood(output, state), output
     same_run(tmp_path / "c", straight(name))
 
 
-@pytest.mark.parametrize("name", ["dataparallel", "multiprocessing"])
+@pytest.mark.parametrize("name", ["dataparallel", full("multiprocessing")])
 def test_under_nohup_a_run_outlives_its_terminal(name, work, straight, tmp_path):
     """Not under torchrun, which stops for this signal even then: its processes save and stop."""
     command, env = SCRIPTS[name]
@@ -415,7 +436,7 @@ def test_a_stop_during_validation_takes_effect_after_it(work, straight, tmp_path
     )
     state = load(tmp_path / "c")
     assert state["epoch"] == rows(tmp_path / "c")[0]["epoch"] == 1 and 1 <= state["step"] < 10
-    finish(start("multiprocessing", tmp_path / "c", work, "--resume", "auto"))
+    resume("multiprocessing", tmp_path / "c", work)
     same_run(tmp_path / "c", straight("multiprocessing"))
 
 
@@ -430,14 +451,14 @@ def test_a_stop_that_is_seen_at_an_epochs_end_takes_effect_after_it(work, straig
     assert output.index(" * loss ") < output.index("stopped at epoch 1 step 0, saved"), output
     state = load(tmp_path / "c")
     assert (state["epoch"], state["step"]) == (1, 0) and len(rows(tmp_path / "c")) == 1
-    finish(start("multiprocessing", tmp_path / "c", work, "--resume", "auto"))
+    resume("multiprocessing", tmp_path / "c", work)
     same_run(tmp_path / "c", straight("multiprocessing"))
 
 
 def test_an_evaluation_is_stopped_at_once(work, tmp_path):
     """It has nothing to save."""
     long = ["--arch", "resnet18", "--image-size", "224", "--evaluate"]
-    job = start("dataparallel", tmp_path / "c", work, *long)
+    job = start("one", tmp_path / "c", work, *long)
     job.wait_for("the weights are random")
     time.sleep(1)
     job.process.send_signal(signal.SIGTERM)
@@ -463,9 +484,9 @@ def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
 def test_the_number_of_processes_may_change(work, tmp_path):
     """2, 1, 4: the same global batches, so the same weights but for the order of summation."""
     plain = [*FLAGS, "--arch", "tests.nets:plain", "--max-steps"]
-    run([*torchrun(2), *plain, "45", "--checkpoint-dir", tmp_path / "a"], work, env=ONE_THREAD)
+    run([*forked(ranks=2), *plain, "45", "--checkpoint-dir", tmp_path / "a"], work, env=ONE_THREAD)
     for processes, steps in ((2, 12), (1, 21), (4, 45)):
-        command = [*torchrun(processes), *plain, steps, "--checkpoint-dir", tmp_path / "b"]
+        command = [*forked(ranks=processes), *plain, steps, "--checkpoint-dir", tmp_path / "b"]
         output = run([*command, "--resume", "auto"], work, env=ONE_THREAD)
         assert f"global batch 48 = {processes} x {48 // processes}" in output
         if steps == 21:
@@ -477,9 +498,15 @@ def test_the_number_of_processes_may_change(work, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=SOAK)])
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=SOAK)])
 def test_good_runs_end_well(count, work, tmp_path):
-    command = [*torchrun(2), *FLAGS, "--max-steps", "3", "--checkpoint-dir"]
+    command = [
+        *(forked(ranks=2) if count == 5 else torchrun(2)),
+        *FLAGS,
+        "--max-steps",
+        "3",
+        "--checkpoint-dir",
+    ]
     for number in range(count):
         output = run([*command, tmp_path / str(number)], work, env=ONE_THREAD)
         assert not re.search("warn|abort|terminate|Traceback", output, re.I), output
@@ -499,21 +526,21 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_leaves_the_old_checkpoint(small_disk, work):
     folder = small_disk / "c"
-    finish(start("distributed", folder, work, "--max-steps", "5"))
+    finish(start("two", folder, work, "--max-steps", "5"))
     before = load(folder)
     room, filler = shutil.disk_usage(small_disk).free, small_disk / "filler"
     subprocess.run(["fallocate", "-l", str(room - 8192), filler], check=True)
-    for name in ("distributed", "dataparallel"):
+    for name in ("two", "one"):
         output = finish(start(name, folder, work, "--resume", "auto"), code=1)
         where = r"rank 0 failed at epoch 0 step 10: cannot write .*/checkpoint.pth: .*No space left"
         assert re.search(where, output), output
         assert same_state(load(folder), before) and not list(folder.glob("*.tmp"))
     filler.unlink()
-    finish(start("distributed", folder, work, "--resume", "auto"))
+    resume("two", folder, work)
     assert load(folder)["epoch"] == 1
 
 
-@pytest.mark.parametrize("name", ["distributed", "dataparallel"])
+@pytest.mark.parametrize("name", ["one", "two"])
 def test_a_folder_that_is_deleted_under_a_run(name, work, tmp_path):
     """It does not say that the checkpoint before is still there."""
     job = start(name, tmp_path / "c", work)
@@ -535,7 +562,7 @@ def test_a_folder_that_cannot_be_written(work, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", folder], check=True)
     try:
         for path in (folder, folder / "deeper"):
-            output = finish(start("dataparallel", path, work), code=2)
+            output = finish(start("one", path, work), code=2)
             assert output.startswith("error: ") and "Read-only file system" in output
             assert output.count("\n") == 1
     finally:
@@ -544,30 +571,30 @@ def test_a_folder_that_cannot_be_written(work, tmp_path):
 
 def test_a_damaged_checkpoint_is_named_once_and_the_previous_one_taken(work, straight, tmp_path):
     folder = tmp_path / "c"
-    finish(start("distributed", folder, work, "--max-steps", "10"))
+    finish(start("two", folder, work, "--max-steps", "10"))
     damaged = (folder / "checkpoint.pth").read_bytes()[:-100]
     (folder / "checkpoint.pth").write_bytes(damaged)
-    output = finish(start("distributed", folder, work, "--resume", "auto", "--max-steps", "5"))
+    output = finish(start("two", folder, work, "--resume", "auto", "--max-steps", "5"))
     assert output.count(f"{folder}/checkpoint.pth is damaged (") == 1
     assert f"resumed from {folder}/checkpoint.prev.pth at epoch 0 step 5" in output
     # It has saved nothing; but the next save must not put the damaged one in the place of this.
     names = ("checkpoint.pth", "checkpoint.prev.pth")
     assert same_state(*(load(folder, name) for name in names))
-    output = finish(start("distributed", folder, work, "--resume", "auto"))
+    output = finish(start("two", folder, work, "--resume", "auto"))
     assert resumed_where_it_stood(output, {"epoch": 0, "step": 5}), output
     (kept,) = folder.glob("checkpoint.damaged*.pth")
     assert kept.read_bytes() == damaged
     kept.unlink()
-    same_run(folder, straight("distributed"))
+    same_run(folder, straight("two"))
 
 
 def test_both_checkpoints_damaged(work, tmp_path):
     folder = tmp_path / "c"
-    finish(start("dataparallel", folder, work, "--max-steps", "10"))
+    finish(start("one", folder, work, "--max-steps", "10"))
     for name in ("checkpoint.pth", "checkpoint.prev.pth"):
         (folder / name).write_bytes((folder / name).read_bytes()[:-100])
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    output = finish(start("dataparallel", folder, work, "--resume", "auto"), code=2)
+    output = finish(start("one", folder, work, "--resume", "auto"), code=2)
     assert output.startswith("error: ") and output.count(" is damaged ") == 2
     assert output.count("\n") == 1
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -587,7 +614,7 @@ def test_a_checkpoint_with_code_is_refused(work, tmp_path):
     torch.save({"args": Command(f"touch {ran}")}, folder / "checkpoint.pth")
     torch.load(folder / "checkpoint.pth", weights_only=False)
     ran.unlink()  # it would have run
-    output = finish(start("dataparallel", folder, work, "--resume", "auto"), code=2)
+    output = finish(start("one", folder, work, "--resume", "auto"), code=2)
     assert output.startswith("error: ") and output.count("\n") == 1
     assert "holds more than tensors, it is not loaded" in output and not ran.exists()
     assert os.listdir(folder) == ["checkpoint.pth"]
@@ -595,7 +622,7 @@ def test_a_checkpoint_with_code_is_refused(work, tmp_path):
 
 def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
     """SIGSTOP: it holds its connections and says nothing."""
-    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "10")
+    job = start("two", tmp_path / "c", work, "--dist-timeout", "10")
     job.wait_for(r"epoch 0 \[13/")
     os.kill(processes(job)[1][1], signal.SIGSTOP)
     sent = time.monotonic()
@@ -604,13 +631,13 @@ def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
     pattern = r"rank (\d) failed at epoch 0 step \d+: .*; no sign of rank (\d)"
     (found,) = re.findall(pattern, output)
     assert set(found) == {"0", "1"}
-    finish(start("distributed", tmp_path / "c", work, "--resume", "auto"))
-    same_run(tmp_path / "c", straight("distributed"))
+    finish(start("two", tmp_path / "c", work, "--resume", "auto"))
+    same_run(tmp_path / "c", straight("two"))
 
 
 def test_a_run_that_waits_for_images_ends_too(work, tmp_path):
     """The loader's worker is stopped: the main thread would wait for it without limit."""
-    job = start("distributed", tmp_path / "c", work, "--dist-timeout", "10")
+    job = start("two", tmp_path / "c", work, "--dist-timeout", "10")
     job.wait_for(r"epoch 0 \[13/")
     for pid in processes(job)[2]:
         os.kill(pid, signal.SIGSTOP)
@@ -630,7 +657,7 @@ watch = Watch(3, 4, types.SimpleNamespace(place=lambda: "epoch 5 step 6"), None,
 def test_what_takes_too_long_is_ended(hang):
     """Such as NCCL's set-up, which has no limit of its own."""
     code = WATCH.replace("SECONDS", "1") + f"with watch: {hang}"
-    output = run([PYTHON, "-c", code], ROOT, timeout=60, code=1)
+    output = run([*forked("-c"), code], ROOT, timeout=60, code=1)
     expected = r"rank 3 failed at epoch 5 step 6: no progress for (1|0.9) s; it waits as above\n"
     assert re.search(expected + "$", output), output
     assert "Traceback" not in output and 'File "<string>", line 5' in output  # where it hangs
@@ -641,15 +668,15 @@ def test_what_is_not_watched_is_not_ended():
     code = WATCH.replace("SECONDS", "2") + "for _ in range(3):\n"
     code += "    time.sleep(4)\n    with watch: time.sleep(0.5)\n"
     code += "time.sleep(4); print('the end')"
-    assert run([PYTHON, "-c", code], ROOT, timeout=90) == "the end\n"
+    assert run([*forked("-c"), code], ROOT, timeout=90) == "the end\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_lets_no_python_run_is_ended_too():
     """It holds the lock of the interpreter, so that no thread of Python's can notice."""
     code = WATCH.replace("SECONDS", "1") + "with watch: ctypes.PyDLL(None).sleep(1000)"
     began = time.monotonic()
-    output = run([PYTHON, "-c", code], ROOT, timeout=150, code=1)
+    output = run([*forked("-c"), code], ROOT, timeout=150, code=1)
     assert "Timeout" in output and 'File "<string>", line 5' in output
     assert time.monotonic() - began > 60
 
@@ -657,7 +684,7 @@ def test_what_lets_no_python_run_is_ended_too():
 def test_a_process_that_was_suspended_ends_once_it_is_continued():
     code = WATCH.replace("SECONDS", "3") + "with watch:\n    print('in', flush=True)\n"
     code += "    time.sleep(100)"
-    job = Job([PYTHON, "-c", code], ROOT)
+    job = Job([*forked("-c"), code], ROOT)
     job.wait_for("^in$")
     job.process.send_signal(signal.SIGSTOP)
     time.sleep(6)
@@ -679,7 +706,10 @@ def test_an_error_ends_a_process_that_nobody_listens_to(tmp_path):
     assert process.wait(60) == 1 and not orderly.exists()
 
 
-@pytest.mark.parametrize("name", ["dataparallel", "distributed", "multiprocessing"])
+@pytest.mark.parametrize(
+    "name",
+    ["distributed", full("dataparallel"), full("multiprocessing")],
+)
 def test_a_closed_stdout_ends_no_run(name, work, straight, tmp_path):
     """>&- in a shell: what is printed is lost, and nothing else."""
     command, env = SCRIPTS[name]
@@ -737,7 +767,7 @@ class Hosts:
         return jobs
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(
     (os.getuid() != 0 or not shutil.which("ip")) and "CI" not in os.environ,
     reason="needs root and iproute2",

@@ -6,22 +6,17 @@ Whatever is there already, and whatever goes wrong: nothing is lost, nothing is 
 import builtins
 import errno
 import io
-import json
 import os
 import re
-import select
 import shutil
-import signal
-import socket
 import stat
 import struct
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import PYTHON, ROOT, SMALL, last_result, load, rows
+from conftest import SMALL, forked, last_result, load, rows, run
 from PIL import Image
 
 from common.arguments import output_file
@@ -31,90 +26,23 @@ from tests.runs import Images, opened, parts, read, save, train_a_step, write
 
 NAMES = ["checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"]
 
-# Imports torch once, and runs distributed.py in forks of itself: one line of JSON starts a job of
-# some processes. As a launcher does, it ends the others when one fails.
-FORKS = """
-import ctypes, json, os, signal, struct, sys, distributed
-for line in sys.stdin:
-    pids = []
-    for process in json.loads(line):
-        pid = os.fork()
-        if pid == 0:
-            for stream in (1, 2):
-                os.dup2(os.open(process["output"], os.O_WRONLY | os.O_APPEND), stream)
-            os.chdir(process["cwd"])
-            os.environ.update(process["env"])
-            if process["unprivileged"]:  # root is shut out too, then
-                header = struct.pack("Ii", 0x20080522, 0)
-                assert ctypes.CDLL(None).capset(header, bytes(24)) == 0
-            sys.argv = ["distributed.py", *process["flags"]]
-            os._exit(distributed.main())
-        pids.append(pid)
-    codes = {}
-    while len(codes) < len(pids):
-        pid, status = os.wait()
-        if pid in pids:
-            codes[pid] = os.waitstatus_to_exitcode(status)
-            for other in set(pids) - codes.keys() if codes[pid] else ():
-                os.kill(other, signal.SIGTERM)
-    print(json.dumps([codes[pid] for pid in pids]), flush=True)
+# As a process without the rights of root, which may read everything.
+UNPRIVILEGED = """
+import ctypes, struct, sys, distributed
+assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0
+sys.exit(distributed.main())
 """
 
 
-class Forks:
-    """Runs of distributed.py that cost no import."""
+@pytest.fixture
+def train(work):
+    """Runs distributed.py as one process; returns its output."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.process = None
+    def train(*flags, code=0, cwd=work, start=("distributed.py",)):
+        command = [*forked(start[0]), *start[1:], *SMALL, "-j", "0", *flags]
+        return run(command, cwd, code=code)
 
-    def start(self):
-        environment = {k: v for k, v in os.environ.items() if not re.match("RANK|WORLD|MASTER", k)}
-        environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
-            [PYTHON, "-c", FORKS],
-            cwd=self.folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def end(self):
-        if self.process:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.communicate()
-            self.process = None
-
-    def job(self, processes, codes):
-        """Run a job of processes, each (flags, environment, other settings); returns the output."""
-        if self.process is None:
-            self.start()
-        output = self.folder / "output.txt"
-        output.write_text("")
-        common = {"output": str(output), "cwd": str(self.folder), "unprivileged": False}
-        jobs = [common | more | {"flags": list(map(str, f)), "env": e} for f, e, more in processes]
-        self.process.stdin.write(json.dumps(jobs) + "\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], 150)[0]:
-            self.end()
-            pytest.fail(f"{processes} took more than 150 s:\n{output.read_text()}")
-        ended = self.process.stdout.readline()
-        assert ended and json.loads(ended) == codes, f"{ended}\n{output.read_text()}"
-        return output.read_text()
-
-    def __call__(self, *flags, code=0, cwd=None, **more):
-        """Run distributed.py as one process; returns its output."""
-        more |= {"cwd": str(cwd or self.folder)}
-        return self.job([([*SMALL, "-j", "0", *flags], {}, more)], [code])
-
-
-@pytest.fixture(scope="module")
-def forks(work):
-    forks = Forks(work)
-    yield forks
-    forks.end()
+    return train
 
 
 def content(folder):
@@ -142,36 +70,36 @@ def finite(checkpoint):
 # A folder only goes forward.
 
 
-def test_a_new_run_is_refused_where_one_is(forks, tmp_path):
+def test_a_new_run_is_refused_where_one_is(train, tmp_path):
     folder = tmp_path / "c"
-    forks("--max-steps", 3, "--checkpoint-dir", folder)
+    train("--max-steps", 3, "--checkpoint-dir", folder)
     before = content(tmp_path)
-    error = one_error(forks("--checkpoint-dir", folder, code=2))
+    error = one_error(train("--checkpoint-dir", folder, code=2))
     assert f"{folder} holds a run" in error
     assert "--resume auto" in error and "another --checkpoint-dir" in error
     assert content(tmp_path) == before
-    output = forks("--max-steps", 5, "--checkpoint-dir", folder, "--resume", "auto")
+    output = train("--max-steps", 5, "--checkpoint-dir", folder, "--resume", "auto")
     assert f"resumed from {folder}/checkpoint.pth at epoch 0 step 3" in output
     assert load(folder)["step"] == 5 and load(folder, NAMES[1])["step"] == 3
 
 
 @pytest.mark.parametrize("name", [".", "..", "../../down/here/"])
-def test_a_folder_of_the_users_is_left_as_it_is(forks, tmp_path, name):
+def test_a_folder_of_the_users_is_left_as_it_is(train, work, tmp_path, name):
     """Among the files that are there already, some with names like those of our own."""
     cwd = tmp_path / "down/here"
     cwd.mkdir(parents=True)
-    (cwd / "data").symlink_to(forks.folder / "data")
+    (cwd / "data").symlink_to(work / "data")
     folder = (cwd / name).resolve()
     (folder / "more").mkdir()
     theirs = ["notes.tmp", "thesis.txt", "checkpoint.pth.tmp", "checkpoint.pth.old", "more/1.pth"]
     for path in theirs:
         (folder / path).write_text(path)
     inode = folder.stat().st_ino
-    forks("--max-steps", 3, "--checkpoint-dir", name, cwd=cwd)
+    train("--max-steps", 3, "--checkpoint-dir", name, cwd=cwd)
     before = content(tmp_path)
-    assert "holds a run" in one_error(forks("--checkpoint-dir", name, cwd=cwd, code=2))
+    assert "holds a run" in one_error(train("--checkpoint-dir", name, cwd=cwd, code=2))
     assert content(tmp_path) == before
-    forks("--max-steps", 5, "--checkpoint-dir", name, "--resume", "auto", cwd=cwd)
+    train("--max-steps", 5, "--checkpoint-dir", name, "--resume", "auto", cwd=cwd)
     assert load(folder)["step"] == 5 and folder.stat().st_ino == inode
     assert [(folder / path).read_text() for path in theirs] == theirs
     ours = {*NAMES, "metrics.jsonl", ".lock"}
@@ -296,17 +224,17 @@ def test_a_damaged_newest_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("resume", ["auto", "checkpoint.pth"])
-def test_a_checkpoint_that_may_not_be_read_is_not_damaged(forks, tmp_path, resume):
+def test_a_checkpoint_that_may_not_be_read_is_not_damaged(train, tmp_path, resume):
     folder = tmp_path / "c"
     for more in ([], ["--resume", "auto"]):
-        forks("--max-steps", 3 + len(more), "--checkpoint-dir", folder, *more)
+        train("--max-steps", 3 + len(more), "--checkpoint-dir", folder, *more)
     newest, previous = folder / NAMES[0], folder / NAMES[1]
     before = content(folder)
     newest.chmod(0)
     (folder / NAMES[2]).chmod(0)
     path = resume if resume == "auto" else newest
     flags = ["--checkpoint-dir", folder, "--resume", path]
-    error = one_error(forks(*flags, code=2, unprivileged=True))
+    error = one_error(train(*flags, code=2, start=("-c", UNPRIVILEGED)))
     assert f"Permission denied: '{newest}'" in error and "damaged" not in error
     newest.chmod(0o644)
     assert content(folder) == before and load(folder)["step"] == 5
@@ -349,12 +277,12 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, 
 # What is saved is finite.
 
 
-def test_a_run_that_diverges_keeps_what_is_good(forks, tmp_path):
+def test_a_run_that_diverges_keeps_what_is_good(train, work, tmp_path):
     folder = tmp_path / "c"
-    forks("--max-steps", 32, "--checkpoint-dir", folder)
+    train("--max-steps", 32, "--checkpoint-dir", folder)
     before = content(folder)
     flags = ["--lr", "1e30", "--checkpoint-dir", folder]
-    output = forks(*flags, "--resume", "auto", code=2)
+    output = train(*flags, "--resume", "auto", code=2)
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and output.splitlines()[-1] == errors[0] and "Traceback" not in output
     assert re.search(r"the loss is (nan|inf).*epoch 1 step \d.*--lr", errors[0])
@@ -364,33 +292,16 @@ def test_a_run_that_diverges_keeps_what_is_good(forks, tmp_path):
     # And from the beginning, where each step is saved; two processes say it once.
     flags = [*SMALL, "-j", "0", "--lr", "1e30", "--checkpoint-freq", "1"]
     flags += ["--checkpoint-dir", tmp_path / "new"]
-    output = forks.job([(flags, environment, {}) for environment in group(2)], [2, 2])
+    output = run([*forked(ranks=2), *flags], work, code=2)
     assert output.count("error: ") == 1 and "Traceback" not in output, output
     assert not (tmp_path / "new/model_best.pth").exists()
     for path in (tmp_path / "new").glob("*.pth"):
         assert finite(load(tmp_path / "new", path.name))
 
 
-def group(size):
-    """The environment of each process of a group."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        for rank in range(size)
-    ]
-
-
 @pytest.mark.parametrize("number", ["inf", "nan", "-1"])
-def test_an_infinite_rate_is_none(forks, tmp_path, number):
-    error = one_error(forks(f"--lr={number}", "--checkpoint-dir", tmp_path / "c", code=2))
+def test_an_infinite_rate_is_none(train, tmp_path, number):
+    error = one_error(train(f"--lr={number}", "--checkpoint-dir", tmp_path / "c", code=2))
     assert f"--lr: {number} is not a number" in error and not (tmp_path / "c").exists()
 
 
@@ -435,28 +346,36 @@ def renamed(work):
     return work / "renamed"
 
 
-def test_a_renamed_class_is_said(forks, renamed, tmp_path):
+def test_a_renamed_class_is_said(train, renamed, tmp_path):
     flags = ["--checkpoint-dir", tmp_path / "c", "--resume", "auto"]
-    forks("--max-steps", 3, *flags)
+    train("--max-steps", 3, *flags)
     before = content(tmp_path)
     for more in ([], ["--evaluate"]):
-        error = one_error(forks(*flags, "--data", renamed, *more, code=2))
+        error = one_error(train(*flags, "--data", renamed, *more, code=2))
         assert "class 7 is '7' there and '7seven' in --data" in error
     assert content(tmp_path) == before
 
 
+# Two nodes, which have the same paths and disks of their own.
+NODES = """
+import os, sys, distributed
+*sys.argv, first, second = sys.argv
+sys.argv += ["--data", first if os.environ["RANK"] == "0" else second]
+sys.exit(distributed.main())
+"""
+
+
 @pytest.mark.parametrize("difference", ["class", "train", "val"])
-def test_nodes_with_other_images_are_told(forks, work, renamed, tmp_path, difference):
+def test_nodes_with_other_images_are_told(work, renamed, tmp_path, difference):
     """Though the numbers of classes and of steps are the same on both."""
     other = renamed
     if difference != "class":
         other = tmp_path / "other"
         shutil.copytree(work / "data/digits", other)
         min((other / difference / "3").iterdir()).unlink()
-    flags = [*SMALL, "-j", "0", "--checkpoint-dir", tmp_path / "c", "--data"]
-    first, second = (e | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for e in group(2))
-    nodes = [([*flags, work / "data/digits"], first, {}), ([*flags, other], second, {})]
-    output = forks.job(nodes, [2, 2])
+    flags = [*SMALL, "-j", "0", "--checkpoint-dir", tmp_path / "c"]
+    command = [*forked("-c", ranks=2), NODES, *flags, work / "data/digits", other]
+    output = run(command, work, code=2)
     part = "val" if difference == "val" else "train"
     expected = f"error: rank 1 has not the same images and classes in {part}/ as rank 0"
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -616,19 +535,19 @@ def test_links_to_images_elsewhere_are_followed(folder, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--resume", "--checkpoint-dir", "--data", "--predictions"])
 @pytest.mark.parametrize("more", [[], ["--evaluate"]])
-def test_an_empty_path_is_an_error(forks, tmp_path, flag, more):
-    (tmp_path / "data").symlink_to(forks.folder / "data")
+def test_an_empty_path_is_an_error(train, work, tmp_path, flag, more):
+    (tmp_path / "data").symlink_to(work / "data")
     before = content(tmp_path)
-    error = one_error(forks(flag, "", *more, cwd=tmp_path, code=2))
+    error = one_error(train(flag, "", *more, cwd=tmp_path, code=2))
     assert flag in error and content(tmp_path) == before
 
 
-def test_predictions_go_through_a_link(forks, tmp_path):
+def test_predictions_go_through_a_link(train, tmp_path):
     (tmp_path / "old.csv").write_text("old")
     (tmp_path / "link.csv").symlink_to("old.csv")
     (tmp_path / "new_link.csv").symlink_to("new.csv")
     for link, name in (("link.csv", "old.csv"), ("new_link.csv", "new.csv")):
-        assert last_result(forks("--evaluate", "--predictions", tmp_path / link))
+        assert last_result(train("--evaluate", "--predictions", tmp_path / link))
         assert (tmp_path / link).is_symlink() and (tmp_path / name).read_text().count("\n") == 361
 
 
@@ -644,11 +563,11 @@ def special_files(folder):
     yield "device"
 
 
-def test_predictions_replace_regular_files_only(forks, tmp_path):
+def test_predictions_replace_regular_files_only(train, tmp_path):
     """As root above all, who could replace /dev/null."""
     for name in special_files(tmp_path):
         before = content(tmp_path)
-        error = one_error(forks("--evaluate", "--predictions", tmp_path / name, code=2))
+        error = one_error(train("--evaluate", "--predictions", tmp_path / name, code=2))
         assert f"{tmp_path}/{name} is not a regular file" in error
         assert content(tmp_path) == before
     with pytest.raises(Exception, match="/dev/null is not a regular file"):

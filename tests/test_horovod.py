@@ -9,7 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PYTHON, ROOT, SMALL, Job, last_result, load, rows, run, same_state, torchrun
+from conftest import (
+    PYTHON,
+    ROOT,
+    SMALL,
+    Job,
+    forked,
+    full,
+    last_result,
+    load,
+    rows,
+    run,
+    same_state,
+)
 
 # In CI a missing Horovod fails the tests: they start a horovodrun that is not there.
 pytestmark = pytest.mark.skipif(
@@ -37,8 +49,8 @@ def worker(job, rank):
 
 @pytest.fixture(scope="module")
 def reference(work):
-    """The folder of two torchrun processes that trained on NORMED without a break."""
-    run([*torchrun(2), *NORMED, "--checkpoint-dir", "reference"], work, env=ONE_THREAD)
+    """The folder of two processes of distributed.py that trained on NORMED without a break."""
+    run([*forked(ranks=2), *NORMED, "--checkpoint-dir", "reference"], work, env=ONE_THREAD)
     return work / "reference"
 
 
@@ -58,7 +70,7 @@ def result(output):
     return last_result(output.replace("[0]<stdout>:", ""))
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, full(4)])
 def test_trains_and_evaluates_exactly(work, uneven, processes):
     folder = work / f"hvd-np{processes}"
     flags = [*SMALL, "--data", uneven, *"-j 0 --lr 0.5 --warmup-epochs 0".split()]
@@ -68,7 +80,7 @@ def test_trains_and_evaluates_exactly(work, uneven, processes):
     trained = result(output)
     assert trained[1] > 50 and len(rows(folder)) == 2
     flags += ["--evaluate", "--resume", folder / "checkpoint.pth"]
-    one = last_result(run([PYTHON, ROOT / "distributed.py", *flags], work))
+    one = last_result(run([*forked(), *flags], work))
     assert trained == pytest.approx(one, abs=2e-4)
     if processes == 2:
         assert result(run([*horovodrun(2), *flags], work)) == trained
@@ -80,18 +92,19 @@ def test_is_the_same_as_ddp(work, reference):
     assert rows(work / "hvd-same", timings=False) == rows(reference, timings=False)
 
 
+@pytest.mark.full
 def test_is_the_same_as_ddp_with_resnet18(work):
     flags = "--batch-size 32 --max-steps 3 --wd 1e-2 -j 1 --checkpoint-dir".split()
     run([*horovodrun(2), *flags, "hvd-resnet"], work, env=ONE_THREAD)
-    run([*torchrun(2), *flags, "ddp-resnet"], work, env=ONE_THREAD)
+    run([*forked(ranks=2), *flags, "ddp-resnet"], work, env=ONE_THREAD)
     assert same_state(load(work / "hvd-resnet"), load(work / "ddp-resnet"))
     left, right = (rows(work / name, timings=False) for name in ("hvd-resnet", "ddp-resnet"))
     assert left == right
 
 
-@pytest.mark.parametrize("first, second", [("hvd", "ddp"), ("ddp", "hvd")])
+@pytest.mark.parametrize("first, second", [("hvd", "ddp"), full("ddp", "hvd")])
 def test_resumes_in_mid_epoch(work, reference, first, second):
-    start, folder = {"hvd": horovodrun(2), "ddp": torchrun(2)}, f"{first}-to-{second}"
+    start, folder = {"hvd": horovodrun(2), "ddp": forked(ranks=2)}, f"{first}-to-{second}"
     flags = [*NORMED, "--checkpoint-dir", folder]
     run([*start[first], *flags, "--max-steps", 10], work, env=ONE_THREAD)
     half = load(work / folder)
@@ -102,13 +115,15 @@ def test_resumes_in_mid_epoch(work, reference, first, second):
     assert same_state(load(work / folder), load(reference))
 
 
+@pytest.mark.full
 def test_one_process_needs_no_launcher(work):
     flags = [*NORMED, "--max-steps", 8, "--checkpoint-dir"]
     run([PYTHON, SCRIPT, *flags, "hvd-alone"], work)
-    run([PYTHON, ROOT / "distributed.py", *flags, "ddp-alone"], work)
+    run([*forked(), *flags, "ddp-alone"], work)
     assert same_state(load(work / "hvd-alone"), load(work / "ddp-alone"))
 
 
+@pytest.mark.full
 def test_sigterm_to_one_worker_saves_and_ends_all(work):
     flags = [*NORMED, *"--epochs 60 --max-steps 1700 -p 1 --checkpoint-dir hvd-stop".split()]
     job = Job([*horovodrun(2), *flags], work)
@@ -135,6 +150,7 @@ def test_a_killed_worker_ends_the_job(work):
     assert "Process 1 exit with status code 137" in output  # horovodrun's process 1 is rank 1
 
 
+@pytest.mark.full
 def test_a_killed_launcher_leaves_no_worker(work):
     flags = [*NORMED, *"--epochs 60 --max-steps 1700 -p 1 --checkpoint-dir hvd-orphan".split()]
     job = Job([*horovodrun(2), *flags], work)
@@ -148,6 +164,7 @@ def test_a_killed_launcher_leaves_no_worker(work):
     assert not left
 
 
+@pytest.mark.full
 def test_fp16_allreduce_trains(work, reference):
     flags = [*NORMED, "--fp16-allreduce", "--checkpoint-dir", "hvd-half"]
     run([*horovodrun(2), *flags], work, env=ONE_THREAD)
@@ -157,11 +174,12 @@ def test_fp16_allreduce_trains(work, reference):
     assert rows(work / "hvd-half")[-1]["acc1"] > 60
 
 
+@pytest.mark.full
 def test_fp16_is_the_same_as_ddp(work):
     flags = [*NORMED, "--precision", "fp16", "--checkpoint-dir"]
     output = run([*horovodrun(2), *flags, "hvd-fp16"], work, env=ONE_THREAD)
     assert "UserWarning" not in output
-    run([*torchrun(2), *flags, "ddp-fp16"], work, env=ONE_THREAD)
+    run([*forked(ranks=2), *flags, "ddp-fp16"], work, env=ONE_THREAD)
     assert load(work / "hvd-fp16")["scaler"]["scale"] > 0
     assert same_state(load(work / "hvd-fp16"), load(work / "ddp-fp16"))
 
@@ -192,6 +210,7 @@ def test_install_is_safe_to_run_twice(work):
     assert "is installed" in output and output.count("the mean of 0 and 1 is 0.5") == 2
 
 
+@pytest.mark.full
 def test_install_names_what_it_needs(work, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)

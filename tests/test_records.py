@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import HOROVODRUN, PYTHON, ROOT, events, load, needs_horovod, run, torchrun
+from conftest import HOROVODRUN, PYTHON, ROOT, events, forked, load, needs_horovod, run
 from torch.nn.functional import softmax
 
 from common.images import image_folders
@@ -24,7 +24,7 @@ from tests.runs import parts, read
 SCRIPTS = ["distributed", "dataparallel", "multiprocessing_distributed", "distributed_slurm_main"]
 SCRIPTS += ["apex_distributed", "horovod_distributed"]
 NORMED = "--arch tests.nets:normed --image-size 24 --batch-size 48 --workers 1".split()
-SPAWN = [PYTHON, ROOT / "multiprocessing_distributed.py", "--nprocs=2"]
+SPAWN = [*forked("multiprocessing_distributed.py"), "--nprocs=2"]
 HOROVOD = [*HOROVODRUN, ROOT / "horovod_distributed.py"]
 DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
 
@@ -36,20 +36,20 @@ def table(path):
 
 @pytest.fixture(scope="module")
 def trained(work):
-    run([*torchrun(2), *NORMED, "--max-steps", "40", "--checkpoint-dir", "predicted"], work)
+    run([*forked(ranks=2), *NORMED, "--max-steps", "40", "--checkpoint-dir", "predicted"], work)
     return work / "predicted"
 
 
 @pytest.mark.parametrize(
     "command, env",
     [
-        (torchrun(3), {}),
-        ([PYTHON, ROOT / "dataparallel.py"], {}),
+        (forked("distributed.py", ranks=3), {}),
+        (forked("dataparallel.py"), {}),
         (SPAWN, {}),
-        ([*torchrun(2, "apex_distributed.py"), "--precision", "fp32"], DOUBLE),
+        ([*forked("apex_distributed.py", ranks=2), "--precision", "fp32"], DOUBLE),
         (HOROVOD, {}),
     ],
-    ids=["torchrun", "dataparallel", "spawn", "apex", "horovod"],
+    ids=["distributed", "dataparallel", "spawn", "apex", "horovod"],
 )
 def test_every_image_is_predicted_once_in_order(command, env, work, trained, tmp_path):
     if command is HOROVOD:
@@ -94,7 +94,7 @@ def test_names_of_any_bytes_and_with_commas(tmp_path):
 
 def test_predictions_that_cannot_be_written(work, tmp_path):
     flags = [*NORMED, "--predictions", tmp_path / "none/p.csv"]
-    output = run([PYTHON, ROOT / "dataparallel.py", *flags], work, code=2)
+    output = run([*forked("dataparallel.py"), *flags], work, code=2)
     assert output.startswith("error: argument --predictions: cannot write ")
     for lengths in ((1, 1), (2, 2), (1, 2), (2,), (4,)):  # of three images: nothing is written
         with pytest.raises(ValueError):
@@ -105,9 +105,9 @@ def test_predictions_that_cannot_be_written(work, tmp_path):
 def test_curves_go_on_where_a_run_is_resumed(work, tmp_path):
     """And hold what the printed lines and metrics.jsonl do; rank 0 alone writes them."""
     flags = [*NORMED, "--tensorboard", "-p", "5", "--checkpoint-dir", tmp_path / "c"]
-    output = run([*torchrun(2), *flags, "--max-steps", "12"], work)
+    output = run([*forked(ranks=2), *flags, "--max-steps", "12"], work)
     assert "arn" not in output.split("each process")[-1].replace("learning", ""), output
-    output += run([*torchrun(2), *flags, "--max-steps", "35", "--resume", "auto"], work)
+    output += run([*forked(ranks=2), *flags, "--max-steps", "35", "--resume", "auto"], work)
     shown = events(tmp_path / "c/tensorboard")
     assert list(shown["train/loss"]) == [5, 10, 12, 15, 20, 25, 29, 34, 35]
     losses = [float(x) for x in re.findall(r"  loss ([\d.]+) \(", output)]
@@ -161,7 +161,7 @@ for name in {scripts}:
         assert end.code == 0
 """
     env = {"PYTHONPATH": f"{ROOT}:{DOUBLE['PYTHONPATH']}", "COLUMNS": "200"}
-    output = run([PYTHON, "-c", code], work, env=env)
+    output = run([*forked("-c"), code], work, env=env)
     shown = dict(part.split("\n", 1) for part in output.split("script: ")[1:])
     assert list(shown) == scripts
     for script, text in shown.items():

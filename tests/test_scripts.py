@@ -17,21 +17,37 @@ import time
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, SMALL, Job, last_result, load, rows, run, same_state, torchrun
+from conftest import (
+    PYTHON,
+    ROOT,
+    SMALL,
+    Job,
+    forked,
+    last_result,
+    load,
+    rows,
+    run,
+    same_state,
+    torchrun,
+)
 from torch.nn.functional import cross_entropy, dropout
 
 from common.images import ImageFolder, centre_crop
 from common.seeds import seed_step
 from tests import nets
 
-DATAPARALLEL = [PYTHON, str(ROOT / "dataparallel.py")]
-DISTRIBUTED = [PYTHON, str(ROOT / "distributed.py")]
-SPAWN = [PYTHON, str(ROOT / "multiprocessing_distributed.py")]
+DATAPARALLEL, DISTRIBUTED = forked("dataparallel.py"), forked("distributed.py")
+SPAWN = forked("multiprocessing_distributed.py")
 LAUNCH = [PYTHON, "-m", "torch.distributed.launch", str(ROOT / "distributed.py")]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 NORMED = (
     "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 --max-steps 40".split()
 )
+
+
+def ranks(count):
+    """distributed.py with `count` processes, where how they are started is not the point."""
+    return forked("distributed.py", count)
 
 
 def launch(processes):
@@ -45,24 +61,31 @@ def launch(processes):
 
 @pytest.mark.parametrize(
     "command",
-    [DATAPARALLEL, DISTRIBUTED, torchrun(2), LAUNCH, SPAWN],
+    [
+        [PYTHON, ROOT / "dataparallel.py"],
+        [PYTHON, ROOT / "distributed.py"],
+        torchrun(2),
+        LAUNCH,
+        [PYTHON, ROOT / "multiprocessing_distributed.py"],
+    ],
     ids=["dataparallel", "python", "torchrun", "launch", "spawn"],
 )
 def test_trains_on_the_digits_with_the_default_model(command, work, tmp_path):
     command = launch(4) if command is LAUNCH else command  # it looks for a free port
-    output = run([*command, "--max-steps", "12", "--checkpoint-dir", tmp_path / "c"], work)
+    flags = "--max-steps 6 -p 2 --warmup-epochs 0 --image-size 32 --checkpoint-dir".split()
+    output = run([*command, *flags, tmp_path / "c"], work)
     last_result(output)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+) \(", output)]
     assert losses[-1] < losses[0], output
     (row,) = rows(tmp_path / "c")
-    assert (row["epoch"], row["step"], row["batch_size"]) == (0, 12, 64)
+    assert (row["epoch"], row["step"], row["batch_size"]) == (0, 6, 64)
     assert row["images_per_second"] > 0 and 0 <= row["data_time"] < 1
     assert re.search(r"global batch 64 = \d x \d+; learning rate 0.025 = 0.1 x 64 / 256", output)
-    assert re.search(r"^epoch 0 \[12/12\]  \d+ img/s", output, re.M), output
+    assert re.search(r"^epoch 0 \[6/6\]  \d+ img/s", output, re.M), output
     assert "arn" not in output.replace("learning", "").split("processes: ")[-1], output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_digits_reach_97_percent(work, tmp_path):
     output = run([*torchrun(2), "--checkpoint-dir", tmp_path / "c"], work, timeout=240)
     loss, acc1, acc5 = last_result(output)
@@ -90,7 +113,8 @@ def test_dataparallel_on_a_cpu_is_distributed_with_one_process(work, tmp_path):
 def test_any_number_of_processes_trains_the_same(work, tmp_path):
     """Without BatchNorm, with augmentation: only the order of summation differs."""
     for n in (1, 2, 4):
-        run([*torchrun(n), *SMALL, "--checkpoint-dir", tmp_path / str(n)], work, env=ONE_THREAD)
+        command = [*forked(ranks=n), *SMALL, "--checkpoint-dir", tmp_path / str(n)]
+        run(command, work, env=ONE_THREAD)
     one, *others = (load(tmp_path / str(n)) for n in (1, 2, 4))
     assert one["epoch"] == 2
     for other in others:
@@ -153,7 +177,7 @@ def test_evaluation_is_exact(odd_digits, work, count):
     assert length == count
     flags = [*flags, "--data", roots[count], "--evaluate", "--resume", checkpoint]
     before = sorted(work.rglob("*"))
-    for command in (torchrun(1), torchrun(2), torchrun(3), torchrun(4), DATAPARALLEL):
+    for command in (*map(ranks, (1, 2, 3, 4)), DATAPARALLEL):
         loss, acc1, acc5 = last_result(run([*command, *flags], work))
         assert loss == pytest.approx(expected[0], abs=1.01e-4)
         assert (acc1, acc5) == pytest.approx(expected[1:], abs=1e-3)
@@ -165,7 +189,7 @@ def test_dataparallel_validates_on_all_gpus(work):
     code = "import torch, dataparallel; forward = torch.nn.DataParallel.forward\n"
     code += "def told(*x): print('asked', len(x[1])); return forward(*x)\n"
     code += "torch.nn.DataParallel.forward = told; dataparallel.main()"
-    output = run([PYTHON, "-c", code, *SMALL, "-e"], work, env={"PYTHONPATH": str(ROOT)})
+    output = run([*forked("-c"), code, *SMALL, "-e"], work, env={"PYTHONPATH": str(ROOT)})
     assert sum(map(int, re.findall(r"^asked (\d+)$", output, re.M))) == 360
 
 
@@ -179,7 +203,7 @@ def test_dropout_is_another_in_each_step_and_rank():
     assert not any(mask(*here).equal(mask(*other)) for other in others)
 
 
-@pytest.mark.parametrize("command", [torchrun(2), SPAWN, DATAPARALLEL], ids=["run", "spawn", "dp"])
+@pytest.mark.parametrize("command", [ranks(2), SPAWN, DATAPARALLEL], ids=["ddp", "spawn", "dp"])
 def test_stopped_and_resumed_is_straight_through(command, work, tmp_path):
     """In mid-epoch, at another print frequency; the same script afresh would not pass."""
     straight = [*command, *NORMED, "--checkpoint-dir", tmp_path / "a"]
@@ -200,7 +224,7 @@ def test_stopped_and_resumed_is_straight_through(command, work, tmp_path):
 def test_any_script_resumes_any_other(work, tmp_path):
     folder = tmp_path / "c"
     steps = 0
-    for command in (torchrun(2), DATAPARALLEL, SPAWN, launch(2)):
+    for command in (ranks(2), DATAPARALLEL, SPAWN, ranks(4)):
         steps += 9
         flags = [*NORMED[:-1], str(steps), "--checkpoint-dir", folder]
         output = run([*command, *flags, *(["--resume", "auto"] if steps > 9 else [])], work)
@@ -250,11 +274,10 @@ def test_two_runs_at_once(work, tmp_path):
 
 def test_rendezvous_file_is_private(work, tmp_path):
     """While it trains, the rendezvous is in a folder that only this user can enter."""
-    temporary = tmp_path / "tmp"
+    temporary = tmp_path / "t"
     temporary.mkdir(mode=0o777)
-    job = Job(
-        [*SPAWN, *SMALL, "--checkpoint-dir", tmp_path / "c"], work, {"TMPDIR": str(temporary)}
-    )
+    command = [*SPAWN, *SMALL, "--checkpoint-dir", tmp_path / "c"]
+    job = Job(command, work, {"TMPDIR": str(temporary)})
     job.wait_for("global batch")
     stores = list(temporary.rglob("store"))
     assert stores
@@ -276,7 +299,7 @@ def test_two_agents_as_two_nodes(work, tmp_path):
     outputs = [job.wait(150) for job in jobs]
     assert [code for code, _ in outputs] == [0, 0], outputs
     assert sorted("global batch 48 = 2 x 24" in output for _, output in outputs) == [False, True]
-    run([*torchrun(2), *NORMED, "--checkpoint-dir", tmp_path / "b"], work, env=ONE_THREAD)
+    run([*ranks(2), *NORMED, "--checkpoint-dir", tmp_path / "b"], work, env=ONE_THREAD)
     assert same_state(load(tmp_path / "a"), load(tmp_path / "b"))
 
 
@@ -315,7 +338,7 @@ def test_a_step_waits_for_nothing_but_its_gradients(work, tmp_path):
         flags = ["--max-steps", str(steps), "--print-freq", "100", "--workers", "1"]
         flags += ["--checkpoint-dir", str(tmp_path / str(steps))]
         env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
-        run([*torchrun(2, script), *SMALL, *flags], work, env=env)
+        run([*forked(script, ranks=2), *SMALL, *flags], work, env=env)
         counts[steps] = [
             json.loads((tmp_path / f"count{steps}.py{rank}").read_text()) for rank in "01"
         ]
@@ -337,7 +360,13 @@ def test_a_script_and_common_work_elsewhere(script, work, tmp_path):
 
 
 def test_a_bar_at_a_terminal_and_lines_elsewhere(work, tmp_path):
-    command = [*map(str, DISTRIBUTED), *SMALL, "--checkpoint-dir", str(tmp_path / "c")]
+    command = [
+        PYTHON,
+        str(ROOT / "distributed.py"),
+        *SMALL,
+        "--checkpoint-dir",
+        str(tmp_path / "c"),
+    ]
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     process = subprocess.Popen(command, cwd=work, stdout=follower, stderr=follower)
@@ -357,12 +386,12 @@ def test_a_bar_at_a_terminal_and_lines_elsewhere(work, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_on_a_cpu(precision, work, tmp_path):
     flags = [*SMALL, "--precision", precision, "--checkpoint-dir", tmp_path / "c"]
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+) \(", run([*torchrun(2), *flags], work))]
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+) \(", run([*ranks(2), *flags], work))]
     assert losses[-1] < losses[0]
     assert bool(load(tmp_path / "c")["scaler"]) == (precision == "fp16")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_trains_alike(work, tmp_path):
     for name, flags in {"a": [], "b": ["--compile"]}.items():
         command = [*torchrun(2), *SMALL, "--max-steps", "4", *flags]

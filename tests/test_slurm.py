@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PYTHON, ROOT, Job, last_result, load, rows, run, same_state, torchrun
+from conftest import PYTHON, ROOT, Job, forked, full, last_result, load, rows, run, same_state
 
 from common.slurm import Step, first_host, processes_per_task, tasks_per_node
 
@@ -22,6 +22,7 @@ SCRIPT = ROOT / "distributed_slurm_main.py"
 # one is told so: the fixture below leaves two to everybody.
 NORMED = "--arch tests.nets:normed --image-size 24 --batch-size 48 -j 1 -p 1".split()
 THREADS = {"OMP_NUM_THREADS": "1"}
+TWO = forked("distributed.py", ranks=2)
 
 missing = not shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") or os.getuid() != 0
 pytestmark = pytest.mark.skipif(
@@ -70,10 +71,9 @@ def slurm(*command):
 
 @pytest.fixture(scope="module")
 def two(work):
-    """Folder and output of two processes that torchrun has started, for two epochs."""
-    output = run(
-        [*torchrun(2), *NORMED, "--epochs", "2", "--checkpoint-dir", "two"], work, env=THREADS
-    )
+    """Folder and output of two processes of distributed.py, for two epochs."""
+    command = [*TWO, *NORMED, "--epochs", "2", "--checkpoint-dir", "two"]
+    output = run(command, work, env=THREADS)
     return work / "two", output
 
 
@@ -86,8 +86,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_two_processes_are_the_two_of_torchrun(shape, work, two, tmp_path):
+QUICK = ["a task per node of two", "a task per GPU"]
+
+
+@pytest.mark.parametrize("shape", [shape if shape in QUICK else full(shape) for shape in SHAPES])
+def test_two_processes_are_the_two_of_distributed(shape, work, two, tmp_path):
     options, flags = SHAPES[shape]
     flags = [*flags.split(), "--epochs", "2", "--checkpoint-dir", tmp_path / "run"]
     output = run(srun(options, *NORMED, *flags), work, env=THREADS)
@@ -99,10 +102,11 @@ def test_two_processes_are_the_two_of_torchrun(shape, work, two, tmp_path):
     assert not list(work.glob("dist_file*"))
 
 
+@pytest.mark.full
 def test_resume_a_run_of_the_other_in_mid_epoch(work, two, tmp_path):
-    launchers = srun("-N2 --gres gpu:1"), torchrun(2)
+    launchers = srun("-N2 --gres gpu:1"), TWO
     for first, second in (launchers, launchers[::-1]):
-        flags = [*NORMED, "--epochs", "2", "--checkpoint-dir", tmp_path / Path(first[0]).name]
+        flags = [*NORMED, "--epochs", "2", "--checkpoint-dir", tmp_path / str(first is TWO)]
         run([*first, *flags, "--max-steps", "40"], work, env=THREADS)
         output = run([*second, *flags, "--resume", "auto"], work, env=THREADS)
         assert "at epoch 1 step 11" in output
@@ -110,6 +114,7 @@ def test_resume_a_run_of_the_other_in_mid_epoch(work, two, tmp_path):
         assert rows(flags[-1], timings=False)[-1] == rows(two[0], timings=False)[-1]
 
 
+@pytest.mark.full
 def test_nodes_with_different_process_counts(work, tmp_path):
     command = f"exec {PYTHON} {SCRIPT} --nprocs $((SLURM_NODEID + 1)) " + '"$@"'
     flags = [*NORMED, "--max-steps", "5", "--checkpoint-dir", tmp_path / "run"]
@@ -128,7 +133,7 @@ COMMANDS = sorted(
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [COMMANDS[0], *map(full, COMMANDS[1:])])
 def test_command_of_the_documents(command, work, tmp_path):
     for name in ("start.sh", "common", "tests", SCRIPT.name):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -145,6 +150,7 @@ def test_command_of_the_documents(command, work, tmp_path):
     last_result(output)
 
 
+@pytest.mark.full
 def test_two_jobs_on_one_node_at_once(work, tmp_path):
     flags = [*NORMED, "--epochs", "2", "--checkpoint-dir"]
     options = "-N1 -w n1 --ntasks-per-node=2 --gpus-per-node=2"
@@ -187,7 +193,7 @@ def test_a_folder_that_is_not_there(work):
     assert f"error: no folder {work}/none for --dist-file" in output
 
 
-@pytest.mark.parametrize("shape", ["-n4 --gpus-per-node=2", "--gres gpu:2"])
+@pytest.mark.parametrize("shape", ["-n4 --gpus-per-node=2", full("--gres gpu:2")])
 def test_a_killed_process_ends_the_step_and_the_next_run_is_not_disturbed(shape, work, tmp_path):
     own = [] if "-n4" in shape else ["--nprocs", "2"]
     flags = [*NORMED, "--epochs", "400", "--dist-file", "stale", *own]
@@ -230,10 +236,10 @@ def test_sigusr1_to_srun_saves_and_ends_all(work, two, tmp_path):
     assert same_state(load(tmp_path / "run"), load(two[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_path):
     flags = [*NORMED, "--epochs", "10", "--checkpoint-freq", "10"]
-    run([*torchrun(2), *flags, "--checkpoint-dir", tmp_path / "whole"], work, env=THREADS)
+    run([*TWO, *flags, "--checkpoint-dir", tmp_path / "whole"], work, env=THREADS)
 
     (tmp_path / "data").symlink_to(work / "data")
     (tmp_path / SCRIPT.name).symlink_to(SCRIPT)
@@ -383,6 +389,7 @@ def test_tasks_per_node(counts, expected):
     assert tasks_per_node(counts) == expected
 
 
+@pytest.mark.full
 def test_tasks_that_slurm_deals_out_in_turn(work, tmp_path):
     """-m cyclic: tasks 0 and 2 are on the first node, 1 and 3 on the second."""
     flags = [*NORMED, "--epochs", "2", "--checkpoint-dir", tmp_path / "run"]
