@@ -176,7 +176,7 @@ def _hardware():
 
 def _versions():
     versions = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "pillow", "horovod"):
+    for package in ("torch", "torchvision", "torchcodec", "pillow", "horovod"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions

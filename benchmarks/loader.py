@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import os
+import tarfile
 from statistics import mean, median
 
 import torch
@@ -28,13 +29,14 @@ from benchmarks.harness import (
 )
 from benchmarks.photographs import photographs
 from common.device import tune_malloc
-from common.images import ImageFolder, random_crop
+from common.images import ImageArchive, ImageFolder, random_crop
 from common.loader import Seeded, TrainSampler, make_loader
 from common.prefetcher import MEAN, STD, Prefetcher
 
 NAMES = {
     "usual": "usual recipe: PIL, normalised floats from the workers",
     "bytes": "ours: bytes from the workers",
+    "archive": "ours, out of an archive: bytes from the workers",
     "floats": "ours, as training has it: normalised floats on the device",
     "decoded": "decoding alone",
 }
@@ -54,11 +56,14 @@ def main():
     args = parse_args()
     clean_up_on_sigterm()
     root = os.path.abspath(os.path.join(args.data or photographs(args.images), "train"))
-    speeds = {name: [] for name in NAMES}
-    first_batches = {name: [] for name in NAMES}
+    if not args.data:
+        pack(root)
+    names = [name for name in NAMES if name != "archive" or os.path.exists(f"{root}.tar")]
+    speeds = {name: [] for name in names}
+    first_batches = {name: [] for name in names}
     with contextlib.ExitStack() as stack:
         contestants = {
-            name: stack.enter_context(Contestant(measure, name, root, args)) for name in NAMES
+            name: stack.enter_context(Contestant(measure, name, root, args)) for name in names
         }
         for contestant in contestants.values():
             contestant.ask(0)  # one epoch to warm up
@@ -92,6 +97,14 @@ def main():
     print(f"one process decodes a batch in {median(times):.0f} ms; {size / 1000:.0f} KB a file")
 
 
+def pack(root):
+    """Make root.tar of the folder `root`, if it is not there."""
+    if not os.path.exists(f"{root}.tar"):
+        with tarfile.open(f"{root}.partial", "w") as archive:
+            archive.add(root, ".")
+        os.rename(f"{root}.partial", f"{root}.tar")
+
+
 def measure(connection, name, root, args):
     """A contestant: when asked, load whole epochs for some seconds at least.
 
@@ -111,7 +124,10 @@ def measure(connection, name, root, args):
         if not GPU:
             tune_malloc()  # as the scripts do
         crop = functools.partial(random_crop, size=args.image_size)
-        dataset = ImageFolder(root, one_pixel if name == "decoded" else crop)
+        if name == "archive":
+            dataset = ImageArchive([f"{root}.tar"], "train", crop)
+        else:
+            dataset = ImageFolder(root, one_pixel if name == "decoded" else crop)
         batches, sampler = our_loader(dataset, args)
     if name == "floats":
         batches = Prefetcher(batches, DEVICE)

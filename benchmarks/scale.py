@@ -1,4 +1,4 @@
-"""Start-up, memory and time per image with up to 1.28 million files.
+"""Start-up, memory and time per image with up to 1.28 million files, or members of an archive.
 
 $ python -m benchmarks.scale
 """
@@ -6,6 +6,7 @@ $ python -m benchmarks.scale
 import collections
 import multiprocessing
 import os
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from benchmarks.harness import (
     spread,
 )
 from benchmarks.loader import one_pixel, our_loader, usual_loader
-from common.images import ImageFolder
+from common.archives import Archives
+from common.images import ImageArchive, ImageFolder
 
-CONTESTANTS = ["usual recipe", "ours"]
+CONTESTANTS = ["usual recipe", "ours", "ours, an archive"]
 
 
 def parse_args():
@@ -46,6 +48,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for files in args.files:
             make_files(Path(folder), files, args.classes)
+            make_archive(Path(folder), files, args.classes)
             answers = {name: [] for name in CONTESTANTS}
             for _ in range(args.rounds):
                 for name in CONTESTANTS:
@@ -53,10 +56,11 @@ def main():
                         answers[name].append(contestant.answer())
             for name, values in answers.items():
                 spreads = {key: spread([value[key] for value in values]) for key in values[0]}
-                runs.append({"name": name, "files": files} | spreads)
+                runs.append({"name": name, "files": files, "index_s": ""} | spreads)
     columns = {
         "": "name",
         "files": "files",
+        "index (s)": "index_s",
         "start (s)": "start_s",
         "us / image": "us_per_image",
         "MB of a worker's own": "worker_private_mb",
@@ -76,17 +80,39 @@ def make_files(folder, files, classes):
             os.link(source, f"{path}/{path.name}_{i}.JPEG")
 
 
+def make_archive(folder, files, classes):
+    """Write folder/train.tar with as many members as make_files() makes files."""
+    data = (folder / "0.jpg").read_bytes()
+    padded = data + bytes(-len(data) % tarfile.BLOCKSIZE)
+    with open(folder / "train.tar", "wb") as archive:
+        for number in range(classes):
+            for i in range(files // classes):
+                member = tarfile.TarInfo(f"n{number:08d}/n{number:08d}_{i}.JPEG")
+                member.size = len(data)
+                archive.write(member.tobuf())
+                archive.write(padded)
+        archive.write(bytes(2 * tarfile.BLOCKSIZE))
+
+
 def read_all(connection, name, root, args):
     """A contestant: get each path and class once from the workers; no image is read."""
-    image = torch.zeros(3, 1, 1)
+    image, answer = torch.zeros(3, 1, 1), {}
     start = clock()
-    if name == "ours":
+    if name == "ours, an archive":
+        common.images.decode, Archives.read = lambda data: image, lambda self, index: b""
+        index = Path(root).with_name("train.index.npz")
+        index.unlink(missing_ok=True)
+        ImageArchive([f"{root}.tar"], "train", one_pixel)
+        answer["index_s"], start = clock() - start, clock()
+        dataset = ImageArchive([f"{root}.tar"], "train", one_pixel)
+    elif name == "ours":
         common.images.read_image = lambda path: image
         dataset = ImageFolder(root, one_pixel)
     else:
         dataset = datasets.ImageFolder(root, one_pixel, loader=lambda path: image)
-    answer = {"start_s": clock() - start}
-    batches = our_loader(dataset, args)[0] if name == "ours" else usual_loader(dataset, args)
+    answer["start_s"] = clock() - start
+    usual = name == "usual recipe"
+    batches = usual_loader(dataset, args) if usual else our_loader(dataset, args)[0]
     last = len(dataset) // args.batch_size
     start = clock()
     for number, _ in enumerate(batches, 1):

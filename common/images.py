@@ -1,32 +1,34 @@
-"""Images from folders as uint8 tensors, cropped to one size."""
+"""Images from folders or archives as uint8 tensors, cropped to one size."""
 
+import contextlib
 import functools
 import math
 import os
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import functional as F
 
+from .archives import Archives, find_archives
+from .decode import decode
 from .digits import digits_folder
 
 
 def image_folders(data, image_size):
     """(train_set, val_set) of `data`/train and `data`/val; of the built-in digits if it is None.
 
-    Raises ValueError where the folders are not what training needs, with the remedy.
+    Each is a folder or, where there is none, an archive or several. Raises ValueError where they
+    are not what training needs, with the remedy.
     """
     augment = functools.partial(random_crop, size=image_size)
     if data is None:
         data = digits_folder()
         augment = functools.partial(augment, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
-    train_set = ImageFolder(f"{data}/train", augment)
-    val_set = ImageFolder(f"{data}/val", functools.partial(centre_crop, size=image_size))
+    train_set = _images(data, "train", augment)
+    val_set = _images(data, "val", functools.partial(centre_crop, size=image_size))
     unmatched = sorted({*train_set.classes} ^ {*val_set.classes})
     if unmatched:
         names = " ".join(unmatched[:9])
@@ -35,6 +37,36 @@ def image_folders(data, image_size):
     if not counts.all():
         raise ValueError(f"no images in {data}/train/{train_set.classes[counts.argmin()]}")
     return train_set, val_set
+
+
+def _images(data, part, transform):
+    root = f"{data}/{part}"
+    archives = [] if os.path.isdir(root) else find_archives(data, part)
+    return ImageArchive(archives, part, transform) if archives else ImageFolder(root, transform)
+
+
+class ImageArchive(Dataset):
+    """The images in tar archives, as an ImageFolder has those of the unpacked archives.
+
+    archives: their paths; part: train or val. Raises ValueError as Archives does and, with archive
+    and member, for what cannot be decoded.
+    """
+
+    def __init__(self, archives, part, transform):
+        self.archives, self.transform = Archives(archives, part), transform
+        self.classes, self.targets = self.archives.classes, self.archives.targets
+        self.paths = self.archives.names
+
+    def __len__(self):
+        return len(self.targets)
+
+    def path(self, index):
+        return self.archives.name(index)
+
+    def __getitem__(self, index):
+        with named(self.path(index)):
+            image = decode(self.archives.read(index))
+        return self.transform(image), int(self.targets[index])
 
 
 class ImageFolder(Dataset):
@@ -49,7 +81,8 @@ class ImageFolder(Dataset):
     def __init__(self, root, transform):
         self.root, self.transform = root, transform
         if not os.path.isdir(root):
-            raise ValueError(f"no folder {root}: --data needs train/ and val/ in it")
+            needs = "--data needs train/ and val/ in it, or train.tar and val.tar"
+            raise ValueError(f"no folder {root}: {needs}")
         entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
         self.classes = sorted(entry.name for entry in entries if entry.is_dir())
         if not self.classes:
@@ -107,34 +140,17 @@ def _identity(path):
 
 def read_image(path):
     """The image of a file as uint8 RGB [3, height, width]. Raises ValueError with the path."""
+    with named(path), open(path, "rb") as file:
+        return decode(file.read())
+
+
+@contextlib.contextmanager
+def named(name):
+    """Let every error be a ValueError that names the image."""
     try:
-        try:
-            with open(path, "rb") as file:  # torchvision's read_file maps it: that takes longer
-                data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-            image = decode_image(data, mode=ImageReadMode.RGB)
-        except RuntimeError:  # PIL reads more formats, and is four times slower
-            image = _read_with_pil(path)
-        if image.ndim != 3:
-            raise ValueError("it is an animation")
-        # Of 16 bits keep the upper 8.
-        return image if image.dtype == torch.uint8 else (image.int() >> 8).to(torch.uint8)
+        yield
     except Exception as error:
-        raise ValueError(f"cannot read image {path}: {error}") from None
-
-
-def _read_with_pil(path):
-    with Image.open(path) as file:
-        if getattr(file, "n_frames", 1) > 1:
-            raise ValueError("it has several frames")
-        if file.mode.startswith("I;16"):
-            tags = getattr(file, "tag_v2", {})  # of a TIFF: 12 bits, or 0 for white
-            if tags.get(258, (16,))[0] != 16 or tags.get(262, 1) != 1:
-                raise ValueError("its pixels are not 16 bits from black to white: convert it")
-            grey = np.array(file).astype(np.uint16)
-            return torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1)
-        if file.mode in ("I", "F"):  # what is white there is not known: PIL would cut at 255
-            raise ValueError("its pixels have 32 bits: convert it to 8 or 16")
-        return torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1)
+        raise ValueError(f"cannot read image {name}: {error}") from None
 
 
 def random_crop(image, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5):

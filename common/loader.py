@@ -1,6 +1,7 @@
 """In which order images are read, by which processes, with which random numbers."""
 
 import atexit
+import functools
 import random
 import signal
 import sys
@@ -8,9 +9,11 @@ import weakref
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from .device import tune_malloc
+from .handover import Pool, init_worker, stack
 from .process import SIGNALS, die_with_parent
 from .seeds import position_seed
 
@@ -73,24 +76,28 @@ class TrainSampler:
 
 
 def make_loader(dataset, sampler, local_batch_size, workers, device):
-    """A DataLoader whose workers live as long as it does.
+    """A DataLoader whose workers live as long as it does, or an iterator of it.
 
     Items may be tensors, numbers, tuples and dicts of them, as for any DataLoader. Images, uint8
     [3, h, w], become batches uint8 [n, 3, h, w] in channels_last. local_batch_size: the images of
     this process in a step. The workers are forked here: what is changed in the data set later does
     not reach them.
     """
+    fork = workers > 0 and sys.platform == "linux"
+    # Each worker has two batches under way, and the training process holds one or two.
+    pool = Pool(2 * workers + 2) if fork else None
     loader = DataLoader(
         dataset,
         batch_size=local_batch_size,
         sampler=sampler,
         num_workers=workers,
+        prefetch_factor=2 if workers else None,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
-        worker_init_fn=_init_worker,
+        worker_init_fn=functools.partial(_init_worker, pool),
         collate_fn=_collate,
         # Spawned, as they would be below mp.spawn, each takes seconds to import torch.
-        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        multiprocessing_context="fork" if fork else None,
     )
     if workers:
         # Forked now, with nothing to fetch yet, and before the first collective: later, a thread of
@@ -100,23 +107,19 @@ def make_loader(dataset, sampler, local_batch_size, workers, device):
         loader.batch_sampler.sampler = sampler
         # They ignore SIGTERM, with which multiprocessing would try to end them at the interpreter's
         # exit, and then wait for ever. This runs before.
-        atexit.register(weakref.finalize(loader, iterator._shutdown_workers))
+        workers = weakref.ref(iterator)
+        atexit.register(lambda: workers() and workers()._shutdown_workers())
     return loader
 
 
-def _init_worker(worker):
+def _init_worker(pool, worker):
     die_with_parent()
+    tune_malloc()  # each image is a new block of half a megabyte
     for number in SIGNALS:  # a stop is the training process's to handle; it still needs images
         signal.signal(number, signal.SIG_IGN)
+    if pool:
+        init_worker(pool)
 
 
 def _collate(items):
-    return collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: _stack})
-
-
-def _stack(tensors, *, collate_fn_map=None):
-    """Stack tensors; images as they lie in memory, which is [h, w, 3] after a crop."""
-    first = tensors[0]
-    if first.dtype == torch.uint8 and first.ndim == 3 and len(first) == 3:
-        return default_collate([image.permute(1, 2, 0) for image in tensors]).permute(0, 3, 1, 2)
-    return default_collate(tensors)
+    return collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: stack})

@@ -78,10 +78,13 @@ def test_scale(folder):
     assert [(run["name"], run["files"]) for run in results["runs"]] == [
         ("usual recipe", 100),
         ("ours", 100),
+        ("ours, an archive", 100),
         ("usual recipe", 300),
         ("ours", 300),
+        ("ours, an archive", 300),
     ]
     for run_ in results["runs"]:
+        assert ("archive" in run_["name"]) == bool(run_["index_s"])
         assert run_["start_s"]["median"] > 0 and run_["us_per_image"]["median"] > 0
         assert 1 < run_["worker_private_mb"]["median"] < run_["worker_pss_mb"]["median"]
 

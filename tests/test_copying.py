@@ -1,5 +1,6 @@
 """What people take out of here works in a program of their own, without traps."""
 
+import os
 import threading
 from collections import namedtuple
 from types import SimpleNamespace
@@ -36,15 +37,20 @@ class Items(torch.utils.data.Dataset):
         return self.make(index)
 
 
-def picture(index):
-    return torch.full((3, 4, 6), index, dtype=torch.uint8)
+def picture(index, height=4, width=6):
+    return torch.full((3, height, width), index, dtype=torch.uint8)
+
+
+def large(index):
+    """Items whose batches have memory that workers and process share."""
+    return picture(index, 160, 160), index
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_batch_stays_what_it_is(workers):
     """However long somebody holds it, and however far ahead the workers are."""
     sampler = TrainSampler(40, 2, 0, 1, 0)
-    loader = make_loader(Seeded(Items(lambda i: (picture(i), i)), 0), sampler, 2, workers, CPU)
+    loader = make_loader(Seeded(Items(large), 0), sampler, 2, workers, CPU)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         held = list(loader)
@@ -55,6 +61,68 @@ def test_a_batch_stays_what_it_is(workers):
         prefetched = [images for images, _ in Prefetcher(loader, CPU)]
         expected = Prefetcher([images for images, _ in held], CPU)
         assert all(a.equal(b) for a, b in zip(prefetched, expected, strict=True))
+
+
+def test_memory_of_batches_is_used_again():
+    """And all of it, also after an epoch that ended early; held batches take new memory."""
+    loader, places = make_loader(Items(large), range(40), 2, 2, CPU), []
+    for last in (3, 19, 19):
+        for number, (images, target) in enumerate(loader):
+            assert images[:, 0, 0, 0].tolist() == target.tolist() == [2 * number, 2 * number + 1]
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            places.append(images.data_ptr())
+            if number == last:
+                break
+    assert len(set(places)) == 6  # two under way in each worker, and two here
+    del images
+    held = [images.numpy()[:, 0] for images, _ in loader]  # not the tensors themselves
+    assert [part[:, 0, 0].tolist() for part in held] == [[i, i + 1] for i in range(0, 40, 2)]
+    del held
+    assert {images.data_ptr() for images, _ in loader} == set(places)
+
+
+def test_a_forked_process_gives_back_nothing():
+    """Another loader's worker, for example: what it has is a copy."""
+    loader = make_loader(Items(large), range(40), 2, 2, CPU)
+    batches = iter(loader)
+    held = [next(batches)[0] for _ in range(3)]
+    if (child := os.fork()) == 0:
+        held.clear()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(batches)) == 17
+    assert [images[:, 0, 0, 0].tolist() for images in held] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_loader_that_only_a_loop_holds():
+    assert sum(len(target) for _, target in make_loader(Items(large), range(40), 8, 2, CPU)) == 40
+
+
+def test_a_batch_that_cannot_be_sent_ends_the_loader(capfd):
+    """multiprocessing itself would print an error, and the process would wait for ever."""
+    pair = namedtuple("Local", "image label")  # a class that no other process can import
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(make_loader(Items(lambda i: pair(*large(i))), range(40), 2, 1, CPU))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: a loader's worker cannot send its batch: ") and "Local" in line
+
+
+LONG = """
+import torch
+from common.loader import make_loader
+items = [(torch.full((3, 160, 160), i, dtype=torch.uint8), torch.tensor(i), 1.5) for i in range(40)]
+batches = list(make_loader(items, range(40), 2, 2, torch.device("cpu")))
+print(sum(images.sum(dtype=torch.int64) for images, _, _ in batches) // 76800)
+print(sum(number.sum() for _, number, _ in batches))
+"""
+
+
+def test_a_long_path_of_temporary_files(tmp_path):
+    """A socket there, as torch makes it to send a tensor, would have too long a name."""
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    assert run([PYTHON, "-c", LONG], tmp_path, env=env) == "tensor(780)\ntensor(780)\n"
 
 
 def example(index):

@@ -1,5 +1,7 @@
 """Images: what is read, how it is cropped, in which order it comes."""
 
+import importlib.util
+import io
 import os
 import pickle
 import random
@@ -11,8 +13,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import PYTHON, ROOT, run, torchrun
-from PIL import Image
+import torchvision.io
+from conftest import PYTHON, ROOT, forked, full, run, torchrun
+from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 
@@ -51,12 +54,16 @@ def photo_folder(tmp_path_factory):
         "web.webp": flower,
         "really_png.JPEG": flower,
         "name with späce.jpg": flower,
+        "turned.jpg": flower,
     }
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a camera that was held upright
     for part in ("train", "val"):
         for i, (name, image) in enumerate(files.items()):
             folder = root / part / ("china" if i < 7 else "flower")
             folder.mkdir(parents=True, exist_ok=True)
-            image.save(folder / name, format="PNG" if "really_png" in name else None)
+            how = {"exif": turned} if name == "turned.jpg" else {}
+            image.save(folder / name, format="PNG" if "really_png" in name else None, **how)
         (root / part / "flower" / "notes.txt").write_text("not an image")
         (root / part / "flower" / "deeper").mkdir()
         flower.save(root / part / "flower" / "deeper" / "below.jpg")
@@ -66,7 +73,7 @@ def photo_folder(tmp_path_factory):
 
 def test_every_kind_of_file_is_read(photo_folder):
     train_set, val_set = image_folders(str(photo_folder), 32)
-    assert len(train_set) == len(val_set) == 16
+    assert len(train_set) == len(val_set) == 17
     assert train_set.classes == ["china", "flower"]
     for dataset in (train_set, val_set):
         for i in range(len(dataset)):
@@ -83,7 +90,7 @@ def test_pixels_are_those_of_pil(photo_folder):
         if not path.is_file() or path.name in ("notes.txt", "sixteen.png"):
             continue
         with Image.open(path) as file:
-            expected = np.asarray(file.convert("RGB")).astype(int)
+            expected = np.asarray(ImageOps.exif_transpose(file).convert("RGB")).astype(int)
         got = read_image(str(path)).permute(1, 2, 0).numpy().astype(int)
         # Decoders differ by rounding; CMYK, which has no exact RGB, by a little more.
         limit = 12 if "cmyk" in path.name else 4
@@ -96,15 +103,67 @@ def test_sixteen_bits_keep_the_upper_eight(photo_folder):
     assert (image.numpy() == expected).all()
 
 
+def decoder_module(monkeypatch, *missing):
+    """common/decode.py as it is imported where these are missing."""
+    if "torchcodec" in missing:
+        monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    if "torchvision" in missing:
+        monkeypatch.delattr(torchvision.io, "decode_image")
+    spec = importlib.util.spec_from_file_location("fresh", ROOT / "common/decode.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def files_of_every_kind():
+    """{name: bytes}, each of which every decoder reads to the same pixels."""
+    china, flower = (image.resize((101, 67)) for image in photographs())
+    wide = np.random.default_rng(0).integers(0, 1 << 16, (50, 60)).astype(np.uint16)
+    kinds = {f"{m} {f}": (flower.convert(m), f) for m in ("L", "RGB") for f in ("JPEG", "PNG")}
+    kinds |= {"CMYK JPEG": (flower.convert("CMYK"), "JPEG"), "TIFF": (china, "TIFF")}
+    kinds |= {f"{mode} PNG": (flower.convert(mode), "PNG") for mode in ("1", "P", "LA", "RGBA")}
+    kinds |= {"WEBP": (china, "WEBP"), "GIF": (flower.convert("P"), "GIF")}
+    kinds |= {"16 bits": (Image.fromarray(wide), "PNG"), "BMP": (flower, "BMP")}
+    files = {}
+    for name, (image, kind) in kinds.items():
+        for orientation in range(9) if name in ("RGB JPEG", "RGB PNG", "WEBP") else [0]:
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            file = io.BytesIO()
+            image.save(file, kind, **({"exif": exif} if orientation else {}))
+            files[f"{name} {orientation}"] = file.getvalue()
+    return files
+
+
+def test_every_decoder_gives_the_same_pixels(monkeypatch):
+    """TorchCodec is there (requirements.txt); torchvision's is deprecated, and will be gone."""
+    files = files_of_every_kind()
+    first = decoder_module(monkeypatch)
+    assert first.DECODER == "torchcodec"
+    pixels = {name: first.decode(data) for name, data in files.items()}
+    second = decoder_module(monkeypatch, "torchcodec")
+    assert second.DECODER == "torchvision"
+    with pytest.warns(DeprecationWarning):
+        assert all(second.decode(data).equal(pixels[name]) for name, data in files.items())
+    third = decoder_module(monkeypatch, "torchcodec", "torchvision")
+    assert third.DECODER == "PIL"
+    assert all(third.decode(data).equal(pixels[name]) for name, data in files.items())
+    for module in (first, third):
+        for data in (b"", b"hi", files["RGB JPEG 0"][:-99], files["RGB PNG 0"][:-99]):
+            with pytest.raises((ValueError, OSError, SyntaxError)):
+                module.decode(data)
+
+
 def test_photographs_train(photo_folder, work, tmp_path):
     flags = ["--data", photo_folder, "--arch", "resnet18", "--image-size", "64", "--epochs", "1"]
     more = ["--batch-size", "4", "--checkpoint-dir", tmp_path / "c"]
-    output = run([*torchrun(2), *flags, *more], work)
-    assert "16 images to train, 16 to validate, 2 classes" in output
+    env = {"PYTHONWARNINGS": "error::DeprecationWarning"}  # whatever will be gone is not needed
+    output = run([*torchrun(2), *flags, *more], work, env=env)
+    assert "17 images to train, 17 to validate, 2 classes" in output
     assert "[4/4]" in output
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
+@pytest.mark.parametrize("damage", ["truncated", full("empty"), full("text")])
 def test_an_unreadable_image_stops_the_run_with_its_path(photo_folder, work, tmp_path, damage):
     data = tmp_path / "data"
     subprocess.run(["cp", "-r", photo_folder, data], check=True)
@@ -116,7 +175,7 @@ def test_an_unreadable_image_stops_the_run_with_its_path(photo_folder, work, tmp
     with pytest.raises(ValueError, match=f"cannot read image {bad}"):
         read_image(str(bad))
     flags = f"--data {data} --arch tests.nets:plain --image-size 24 --batch-size 16 --epochs 1"
-    script = [PYTHON, ROOT / "distributed.py", *flags.split(), "--checkpoint-dir", tmp_path / "c"]
+    script = [*forked(), *flags.split(), "--checkpoint-dir", tmp_path / "c"]
     output = run(script, work, code=1)
     last = output.strip().splitlines()[-1]
     assert last.startswith("rank 0 failed at epoch 0 step 0: ") and str(bad) in last
