@@ -102,7 +102,7 @@ def main():
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
-    watch = Watch(rank, world_size, run, store, args.dist_timeout)
+    watch = Watch(rank, world_size, run, store, args.dist_timeout, stop)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     with watch:
         dist.init_process_group(

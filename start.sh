@@ -4,7 +4,7 @@
 #   ./start.sh                       train with distributed.py on the built-in digits
 #   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing,
 #                                    apex, horovod, slurm
-#   ./start.sh test [pytest flags]   run the tests
+#   ./start.sh test [pytest flags]   run the tests, within ten minutes; --all: all of them
 #
 #   NGPU=2 ./start.sh distributed                     how many processes (one per GPU, or 2)
 #   CUDA_VISIBLE_DEVICES=4,5 ./start.sh distributed   which GPUs
@@ -12,10 +12,12 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# Prints the number of GPUs, and fails without torch >= 2.6 and torchvision.
+# Prints the number of GPUs, and fails without torch >= 2.6 and torchvision. Not 2.7.0: its NCCL
+# hangs at random.
 probe() {
     python -c 'import torch, torchvision
 assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+assert torch.__version__.partition("+")[0] != "2.7.0"
 print(torch.cuda.device_count())' 2>/dev/null
 }
 run() {
@@ -55,7 +57,7 @@ case $name in
     slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" -c "${NCPU:-$(nproc)}" python distributed_slurm_main.py "$@" ;;
     test)
         python -m pip install --quiet -r requirements-dev.txt
-        run python -m pytest "$@"
+        run python -m pytest -n 2 --dist loadfile "$@" # two files of tests at a time
         ;;
     *)
         echo "error: no NAME: $name" >&2

@@ -3,7 +3,9 @@
 import contextlib
 import os
 import sys
+import threading
 import time
+import traceback
 
 
 def first_line(error):
@@ -18,10 +20,17 @@ def user_errors(rank, stop=None, remedy=None):
     rank where each node can have an error of its own, the rank where all processes have the same.
     The others wait until the launcher stops them: if one of them exited first, the launcher could
     stop rank 0 before it has written its line. stop: the Stop of this process, where there is one
-    already. With `remedy`, a text, an ImportError is reported the same way.
+    already; a signal ends the block at once, for nothing is trained yet. With `remedy`, a text, an
+    ImportError is reported the same way.
     """
     try:
-        yield
+        try:
+            if stop:
+                stop.at_once = True
+            yield
+        finally:
+            if stop:
+                stop.at_once = False
     except (ValueError, OSError, ImportError) as error:
         if isinstance(error, ImportError) and not remedy:
             raise
@@ -32,6 +41,24 @@ def user_errors(rank, stop=None, remedy=None):
                 os._exit(2)
         say(f"error: {first_line(error)}{f': {remedy}' if remedy else ''}")
         os._exit(2)
+
+
+@contextlib.contextmanager
+def time_limit(seconds, reason):
+    """End this process with `reason` on stderr, and exit code 2, if the block takes longer."""
+    frames, thread = sys._current_frames, threading.get_ident()
+
+    def end():
+        say("".join([*traceback.format_stack(frames()[thread]), f"error: {reason}"]))
+        os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def say(text):

@@ -17,14 +17,15 @@ class Stop:
 
     The training loop looks at it where all processes can stop together, and sets `agreed` once they
     do. A launcher passes on what the terminal has sent to every process already, so signals within
-    two seconds are one request. A later signal ends this process with exit code 128 + its number.
+    two seconds are one request. A later signal ends this process with exit code 128 + its number,
+    and so does the first while `at_once` is True: where there is nothing to save.
 
     launched: whether a launcher started this process. Then it dies with its launcher.
     """
 
     def __init__(self, launched):
         self.requested = threading.Event()
-        self.agreed = False
+        self.agreed = self.at_once = False
         if launched:
             die_with_parent()
         if sys.stdout is None:  # closed: its number would go to the next file that is opened
@@ -48,7 +49,7 @@ class Stop:
             number = os.read(pipe, 1)[0]
             if number not in self.signals:
                 continue
-            if time.monotonic() - first > 2:
+            if self.at_once or time.monotonic() - first > 2:
                 os._exit(128 + number)
             if not self.requested.is_set():
                 first = time.monotonic()

@@ -15,8 +15,10 @@ def child(index, main, *args):
     try:
         code = main(index, *args)
     except Exception:  # mp.spawn would keep it to itself until all processes have ended
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
+        try:
+            sys.excepthook(*sys.exc_info())
+        finally:  # an orderly exit would wait for loader workers, which ignore SIGTERM
+            os._exit(1)
     sys.exit(code)
 
 

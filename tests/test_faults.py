@@ -671,16 +671,6 @@ def test_what_is_not_watched_is_not_ended():
     assert run([*forked("-c"), code], ROOT, timeout=90) == "the end\n"
 
 
-@pytest.mark.full
-def test_what_lets_no_python_run_is_ended_too():
-    """It holds the lock of the interpreter, so that no thread of Python's can notice."""
-    code = WATCH.replace("SECONDS", "1") + "with watch: ctypes.PyDLL(None).sleep(1000)"
-    began = time.monotonic()
-    output = run([*forked("-c"), code], ROOT, timeout=150, code=1)
-    assert "Timeout" in output and 'File "<string>", line 5' in output
-    assert time.monotonic() - began > 60
-
-
 def test_a_process_that_was_suspended_ends_once_it_is_continued():
     code = WATCH.replace("SECONDS", "3") + "with watch:\n    print('in', flush=True)\n"
     code += "    time.sleep(100)"

@@ -33,7 +33,7 @@ def sizes(arch):
     return [64, SIZES[arch]] if arch in SIZES else [64]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_every_model_of_torchvision():
     trained, refused = [], []
