@@ -93,12 +93,15 @@ def test_is_the_same_as_ddp(work, reference):
 
 
 @pytest.mark.full
-def test_is_the_same_as_ddp_with_resnet18(work):
-    flags = "--batch-size 32 --max-steps 3 --wd 1e-2 -j 1 --checkpoint-dir".split()
-    run([*horovodrun(2), *flags, "hvd-resnet"], work, env=ONE_THREAD)
-    run([*forked(ranks=2), *flags, "ddp-resnet"], work, env=ONE_THREAD)
-    assert same_state(load(work / "hvd-resnet"), load(work / "ddp-resnet"))
-    left, right = (rows(work / name, timings=False) for name in ("hvd-resnet", "ddp-resnet"))
+@pytest.mark.parametrize("arch", ["resnet18", "shufflenet_v2_x0_5", "mobilenet_v3_small"])
+def test_is_the_same_as_ddp_with_models_of_torchvision(work, arch):
+    """In channels_last, with depthwise convolutions too."""
+    flags = ["--arch", arch, *"--batch-size 32 --max-steps 3 --wd 1e-2 -j 1".split()]
+    flags.append("--checkpoint-dir")
+    run([*horovodrun(2), *flags, f"hvd-{arch}"], work, env=ONE_THREAD)
+    run([*forked(ranks=2), *flags, f"ddp-{arch}"], work, env=ONE_THREAD)
+    assert same_state(load(work / f"hvd-{arch}"), load(work / f"ddp-{arch}"))
+    left, right = (rows(work / f"{name}-{arch}", timings=False) for name in ("hvd", "ddp"))
     assert left == right
 
 
@@ -175,9 +178,17 @@ def test_fp16_allreduce_trains(work, reference):
 
 
 @pytest.mark.full
-def test_fp16_is_the_same_as_ddp(work):
+def test_fp16_is_the_same_as_ddp(work, tmp_path):
+    """And the scaler reads no number in a step, for which the host would wait for the GPU."""
     flags = [*NORMED, "--precision", "fp16", "--checkpoint-dir"]
-    output = run([*horovodrun(2), *flags, "hvd-fp16"], work, env=ONE_THREAD)
+    script = tmp_path / "horovod_distributed.py"
+    script.write_text(
+        "import runpy, torch\n"
+        "torch.amp.GradScaler._maybe_opt_step = None  # it would look whether to take the step\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    env = ONE_THREAD | {"PYTHONPATH": str(ROOT)}
+    output = run([*horovodrun(2, script), *flags, "hvd-fp16"], work, env=env)
     assert "UserWarning" not in output
     run([*forked(ranks=2), *flags, "ddp-fp16"], work, env=ONE_THREAD)
     assert load(work / "hvd-fp16")["scaler"]["scale"] > 0
