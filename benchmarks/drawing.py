@@ -1,8 +1,6 @@
-"""Draws the seconds of an epoch by strategy."""
+"""Draws the images per second by strategy."""
 
 import sys
-
-from benchmarks.harness import IMAGENET_IMAGES
 
 # Okabe and Ito's colours, which everybody can tell apart: one for each number of processes.
 COLOURS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"]
@@ -33,24 +31,24 @@ def draw(pyplot, runs, path):
         labels = [_label(run) for run in shown] if axis is axes[0][0] else []
         axis.set_yticks(range(len(shown)), labels)
         axis.set_title(TITLES[bound], fontsize=11)
-        axis.set_xlabel("seconds per epoch of 1.28 million images")
+        axis.set_xlabel("images per second")
         axis.locator_params(axis="x", nbins=5)  # a number at the edge would be cut off
         axis.spines[["top", "right"]].set_visible(False)
         axis.invert_yaxis()
-    axes[0][0].set_ylabel("launcher and processes")
-    figure.tight_layout()
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[: len(counts)]]
+    names = [f"{count} process{'es' if count > 1 else ''}" for count in counts]
+    figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
+    figure.legend(handles, names, loc="lower center", ncols=len(counts), frameon=False)
     figure.savefig(path, dpi=100)
 
 
 def _draw_bar(axis, row, run, colour):
-    seconds = run["seconds_per_epoch"]
-    shortest, longest = IMAGENET_IMAGES / max(run["all"]), IMAGENET_IMAGES / min(run["all"])
-    errors = [[seconds - shortest], [longest - seconds]]
-    axis.barh(row, seconds, 0.8, color=colour, xerr=errors, ecolor="#444444")
-    text = f" {seconds:.0f} s, {run['images_per_second']:.0f} images/s"
-    axis.text(0, row, text, va="center", fontsize=10)
+    speed = run["images_per_second"]
+    errors = [[speed - min(run["all"])], [max(run["all"]) - speed]]  # slowest and fastest round
+    axis.barh(row, speed, 0.8, color=colour, xerr=errors, ecolor="#444444")
+    axis.text(0, row, f" {speed:.0f}", va="center", fontsize=10)
 
 
 def _label(run):
     launcher = "DataParallel" if run["launcher"] == "python" else run["launcher"]
-    return f"{launcher} {run['processes']}"
+    return launcher

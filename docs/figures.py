@@ -109,7 +109,7 @@ def dataparallel():
 
 
 def ddp():
-    f = Figure(330, "DistributedDataParallel: every process keeps a model; only gradients travel")
+    f = Figure(370, "DistributedDataParallel: every process keeps a model; only gradients travel")
     for i in range(4):
         x = 20 + i * 204
         f.box(x, 20, 188, 196, "#e7f1f8", BLUE, thick=2)
@@ -118,12 +118,11 @@ def ddp():
         f.label(x + 12, 96, 164, 30, "model", PAPER, BLUE)
         f.label(x + 12, 134, 164, 30, "optimizer", PAPER, BLUE)
         f.label(x + 12, 172, 164, 32, "gradients", "#fdf3dd", ORANGE, bold=True)
-    for x in (224, 428, 632):
-        f.arrow((x - 26, 188), (x + 6, 188), color=ORANGE, thick=4)
-    f.arrow((726, 206), (726, 240), (114, 240), (114, 210), color=ORANGE, thick=4)
-    f.text(420, 272, "all-reduce: each process ends with the mean of all gradients,", 16)
-    f.text(420, 296, "while backward() still computes those of the earlier layers.", 16)
-    f.text(420, 318, "Equal weights and equal gradients: equal weights after the step.", 15, GREY)
+        f.arrow((x + 94, 207), (x + 94, 266), color=ORANGE, thick=3, both=True)
+    words = "all-reduce: gives every process the mean of all gradients"
+    f.label(20, 270, 800, 36, words, "#fdf3dd", ORANGE, size=16, bold=True)
+    f.text(420, 332, "backward() still computes the gradients of earlier layers meanwhile.", 15)
+    f.text(420, 356, "Equal weights and equal gradients: equal weights after the step.", 15, GREY)
     return f
 
 
@@ -187,7 +186,9 @@ def horovod():
     f.arrow((420, 274), (420, 292), (176, 292), (176, 274), color=GREY, dash=True)
     f.arrow((692, 274), (692, 304), (120, 304), (120, 274), color=GREY, dash=True)
     f.text(420, 330, "Dashed: each thread tells that of process 0 which gradients it has;", 15)
-    f.text(420, 354, "when all have one, process 0 says so, and the ring (orange) averages it.", 15)
+    f.text(
+        420, 354, "when all have one, process 0 says so, and all-reduce (orange) averages it.", 15
+    )
     return f
 
 
@@ -270,17 +271,17 @@ def evaluation():
 
 def traffic():
     model = 25.557032 * 4  # MB: ResNet-50's parameters as float32
-    f = Figure(316, "Bytes through the busiest process in a step: one for all against a ring")
+    f = Figure(316, "Bytes that the busiest process sends in a step: one for all against a ring")
     f.text(
         20,
         34,
-        "MB sent and received by the busiest process in a step, ResNet-50",
+        "MB that the busiest process sends in a step, ResNet-50 (it receives as much)",
         17,
         bold=True,
         anchor="start",
     )
     rows = [
-        (world, 2 * (world - 1) * model, 4 * (world - 1) / world * model) for world in (2, 4, 8, 16)
+        (world, (world - 1) * model, 2 * (world - 1) / world * model) for world in (2, 4, 8, 16)
     ]
     for i, (world, star, ring) in enumerate(rows):
         y = 54 + i * 58

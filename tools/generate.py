@@ -1,9 +1,10 @@
-"""Writes what is generated: diffs/, docs/*.svg, and the blocks of the READMEs between
-<!-- generated: NAME --> and <!-- end -->. The tests compare all of it with its sources.
+"""Writes what is generated: diffs/, docs/*.svg, and the blocks of the READMEs and of docs/*.md
+between <!-- generated: NAME --> and <!-- end -->. The tests compare all of it with its sources.
 
 $ python tools/generate.py
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -15,9 +16,13 @@ sys.path.insert(0, str(ROOT / "docs"))
 from figures import draw  # noqa: E402
 
 READMES = ["README.md", "README.zh-CN.md"]
+DOCUMENTS = READMES + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 OTHERS = ["multiprocessing_distributed", "dataparallel", "distributed_slurm_main"]
 OTHERS += ["apex_distributed", "horovod_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
+# The minimal scripts that are shown as diffs against minimal/distributed.py.
+MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
+MINIMAL += ["horovod_distributed", "fsdp_distributed"]
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -27,6 +32,16 @@ HUNKS = {
     "apex_distributed": ["# Strategy.", "amp.scale_loss"],
     "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
 }
+# The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
+# from the one that holds it on.
+LESSON = [
+    ("import gc", "ranks"),
+    ("sampler = Dist", "data"),
+    ("model = Dist", "model"),
+    ("set_epoch", "data"),
+    ("output = model", "model"),
+    ("for buffer in", "metrics"),
+]
 
 
 def diff(old, new, *flags):
@@ -53,7 +68,38 @@ def strategy(old, new, words):
             lines += [f"@@ {names[-1]} @@", *(line.rstrip() for line in part)]
     for word in words:
         assert any(word in line for line in lines), f"no {word} in {old} against {new}"
-    return "\n".join(["\n```diff", *lines, "```\n"])
+    return fenced("diff", lines)
+
+
+def minimal_hunks(old, new):
+    """The changed lines of two minimal scripts, hunk by hunk, without the docstrings."""
+    hunks = []
+    for line in diff(f"minimal/{old}", f"minimal/{new}", "-U0")[2:]:
+        if line.startswith("@@"):
+            hunks.append([])
+        else:
+            hunks[-1].append(line)
+    assert all(line[1:].startswith(('"""', "$ ")) for hunk in hunks[:2] for line in hunk)
+    return hunks[2:]  # the docstring's sentence and its command are two
+
+
+def lesson():
+    """{"lesson STEP": a block with its changed lines}, which together are the whole diff."""
+    hunks, steps, step = minimal_hunks("one_gpu", "distributed"), {}, None
+    for hunk in hunks:
+        step = next((s for text, s in LESSON if any(text in line for line in hunk)), step)
+        steps.setdefault(step, []).extend(hunk)
+    assert steps.keys() == {step for _, step in LESSON}
+    return {f"lesson {step}": fenced("diff", lines) for step, lines in steps.items()}
+
+
+def fenced(kind, lines):
+    return "\n".join([f"\n```{kind}", *lines, "```\n"])
+
+
+def whole(old, new):
+    """A block with all changed lines of two minimal scripts."""
+    return fenced("diff", itertools.chain(*minimal_hunks(old, new)))
 
 
 def excerpt(path, *pairs):
@@ -65,25 +111,12 @@ def excerpt(path, *pairs):
         part = lines[start : end + 1]
         indent = min(len(line) - len(line.lstrip()) for line in part if line)
         kept += ["..."] * bool(kept) + [line[indent:] for line in part]
-    return "\n".join(["\n```python", *kept, "```\n"])
+    return fenced("python", kept)
 
 
 def results(name):
     path = ROOT / "results" / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def fastest(script, bound):
-    """Images per second of a script's largest run; None before it was measured."""
-    found = results("strategies") or {"runs": []}
-    runs = [r for r in found["runs"] if r["script"] == script and r["bound"] == bound]
-    runs.sort(key=lambda run: run["processes"])
-    return runs[-1] if runs else None
-
-
-def speed(script):
-    run = fastest(script, "compute") or fastest(script, "loader")
-    return f"{run['images_per_second']:.0f} ({run['processes']})" if run else "-"
 
 
 def measured():
@@ -125,12 +158,16 @@ def blocks():
     for name in OTHERS:
         lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
         made[f"changed {name}"] = f"[{len(lines)}](diffs/{name}.diff)"
-    for name in SCRIPTS:
-        made[f"speed {name}"] = speed(f"{name}.py")
     made["speeds"], made["measured"] = speeds(), measured()
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
     made["scale"] = table("scale", "name", "files", "start_s", "worker_private_mb", "us_per_image")
+    made |= lesson()
+    made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
+    for name in MINIMAL:
+        made[f"minimal {name}"] = whole("distributed", name)
+    made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
+    made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
     made["imports"] = excerpt("distributed.py", ("from common", "from common.watch"))
     made["evaluation"] = excerpt(
         "distributed.py",
@@ -156,9 +193,8 @@ def everything():
     files = {path: "\n".join(lines) + "\n" for path, lines in files.items()}
     files |= {f"docs/{name}": svg for name, svg in draw().items()}
     made = blocks()
-    for name in READMES:
-        if (ROOT / name).exists():
-            files[name] = fill((ROOT / name).read_text(), made)
+    for name in DOCUMENTS:
+        files[name] = fill((ROOT / name).read_text(), made)
     return files
 
 
