@@ -449,8 +449,8 @@ def test_readme_is_short(name):
 
 
 def skeleton(text):
-    """What a translation keeps: levels of headings, items and rows, and where they stand."""
-    marks = re.findall(r"^(#+|- |\||!|<!-- generated: .+? -->|```\w*)", prose(text), re.M)
+    """What a translation keeps: each line, and which are headings, items, rows, figures."""
+    marks = re.findall(r"^(#+ |- |\||!|)", prose(text), re.M)
     return marks, [kind for kind, _ in FENCE.findall(text)]
 
 
