@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
-BATCH_SIZE = 64  # images in a step
+BATCH_SIZE = 64  # images in a step, over all processes: a multiple of world_size
 
 
 def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each digit, [n, 10]
@@ -31,7 +31,7 @@ def main():
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # "cuda" is now this process's own GPU
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    torch.manual_seed(rank)  # else all processes would augment their images alike
+    torch.manual_seed(rank)  # else all processes would draw the same random numbers
 
     digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -70,7 +70,7 @@ def main():
             print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
             torch.save(net.state_dict(), "digits.pth")
     del model
-    gc.collect()  # if it outlives this point, gloo may abort when Python ends
+    gc.collect()  # ends its threads: else gloo may abort when Python ends
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
-BATCH_SIZE = 64  # images in a step
+BATCH_SIZE = 64  # images in a step, over all processes: a multiple of world_size
 
 
 def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each digit, [n, 10]
@@ -46,7 +46,7 @@ def main():
     model = build_net().to(device)  # net stays whole: it is evaluated and saved
     fully_shard(model)  # of a large model every block first: then one is gathered at a time
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    torch.manual_seed(rank)  # else all processes would augment their images alike
+    torch.manual_seed(rank)  # else all processes would draw the same random numbers
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # else every epoch would have the same order
@@ -72,7 +72,7 @@ def main():
             print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
             torch.save(net.state_dict(), "digits.pth")
     del model, optimizer
-    gc.collect()  # if it outlives this point, gloo may abort when Python ends
+    gc.collect()  # ends its threads: else gloo may abort when Python ends
     dist.destroy_process_group()
 
 

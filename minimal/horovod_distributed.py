@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
-BATCH_SIZE = 64  # images in a step
+BATCH_SIZE = 64  # images in a step, over all processes: a multiple of world_size
 
 
 def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each digit, [n, 10]
@@ -26,7 +26,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # "cuda" is now this process's own GPU
-    torch.manual_seed(rank)  # else all processes would augment their images alike
+    torch.manual_seed(rank)  # else all processes would draw the same random numbers
 
     digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -36,6 +36,8 @@ HUNKS = {
 # from the one that holds it on.
 LESSON = [
     ("import gc", "ranks"),
+    ("BATCH_SIZE = ", "data"),
+    ("rank = int", "ranks"),
     ("sampler = Dist", "data"),
     ("model = Dist", "model"),
     ("set_epoch", "data"),
