@@ -4,7 +4,7 @@
 #   ./start.sh                       train with distributed.py on the built-in digits
 #   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing,
 #                                    apex, horovod, slurm
-#   ./start.sh test [pytest flags]   run the tests, within ten minutes; --all: all of them
+#   ./start.sh test [pytest flags]   run the tests; with --all those that take long too
 #
 #   NGPU=2 ./start.sh distributed                     how many processes (one per GPU, or 2)
 #   CUDA_VISIBLE_DEVICES=4,5 ./start.sh distributed   which GPUs
