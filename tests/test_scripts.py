@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -30,6 +31,7 @@ from conftest import (
     same_state,
     torchrun,
 )
+from PIL import Image
 from torch.nn.functional import cross_entropy, dropout
 
 from common.images import ImageFolder, centre_crop
@@ -156,9 +158,8 @@ def plain_loop(root, checkpoint):
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     sums = torch.zeros(3, dtype=torch.float64)
     for i in range(len(dataset)):
-        from torchvision.io import ImageReadMode, decode_image
-
-        image = centre_crop(decode_image(dataset.path(i), mode=ImageReadMode.RGB), 24)
+        pixels = torch.from_numpy(np.array(Image.open(dataset.path(i)).convert("RGB")))
+        image = centre_crop(pixels.permute(2, 0, 1), 24)
         image = (image / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
         with torch.no_grad():
             scores = net(image[None])
