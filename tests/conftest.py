@@ -62,7 +62,13 @@ def pytest_configure(config):
         config.pluginmanager.register(Progress(config))
 
 
+# What takes longest comes first, or one core would wait for the other at the end.
+LONGEST = "models faults docs slurm scripts horovod rehearsal benchmark apex errors".split()
+
+
 def pytest_collection_modifyitems(config, items):
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if config.getoption("--all") or any("::" in name for name in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
