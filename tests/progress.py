@@ -11,7 +11,7 @@ class Progress:
     """A line when a file of tests begins, and one when it has ended, in place of pytest's dots."""
 
     def __init__(self, config):
-        self.plugins = config.pluginmanager
+        self.plugins, self.all = config.pluginmanager, config.getoption("--all")
         self.expected, self.left_out = collections.Counter(), 0
         self.began, self.ended, self.outcomes = {}, collections.Counter(), {}
 
@@ -26,7 +26,8 @@ class Progress:
         self.left_out = max(self.left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
 
     def pytest_deselected(self, items):
-        self.left_out += sum(item.get_closest_marker("full") is not None for item in items)
+        if not self.all:  # else it was by the user's own -k or -m
+            self.left_out += sum(item.get_closest_marker("full") is not None for item in items)
 
     def _expect(self, ids):
         self.expected = collections.Counter(name.split("::")[0] for name in ids)
