@@ -188,7 +188,7 @@ def main(index, step):
         print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
     stop.ignore()  # a signal from here on could only hide the exit code
     del model
-    gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
+    gc.collect()  # its threads must end before the interpreter does, or gloo aborts
     dist.barrier()
     dist.destroy_process_group()
     return 75 if unfinished else 0  # EX_TEMPFAIL: start it again

@@ -3,7 +3,7 @@
 #
 #   ./start.sh                       train with distributed.py on the built-in digits
 #   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing,
-#                                    apex, horovod, slurm
+#                                    apex, horovod, slurm, fsdp
 #   ./start.sh test [pytest flags]   run the tests; with --all those that take long too
 #
 #   NGPU=2 ./start.sh distributed                     how many processes (one per GPU, or 2)
@@ -42,7 +42,7 @@ name=${1:-distributed}
 [ $# -eq 0 ] || shift
 case $name in
     # Else torchrun sets the same for more than one process, and says so in five lines.
-    distributed | launch | apex) [ "$NGPU" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ;;
+    distributed | launch | apex | fsdp) [ "$NGPU" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ;;
 esac
 case $name in
     dataparallel) run python dataparallel.py "$@" ;;
@@ -50,6 +50,7 @@ case $name in
     launch) run python -m torch.distributed.launch --nproc_per_node="$NGPU" distributed.py "$@" ;;
     multiprocessing) run python multiprocessing_distributed.py --nprocs="$NGPU" "$@" ;;
     apex) run torchrun --standalone --nproc-per-node="$NGPU" apex_distributed.py "$@" ;;
+    fsdp) run torchrun --standalone --nproc-per-node="$NGPU" fsdp_distributed.py "$@" ;;
     horovod)
         command -v horovodrun >/dev/null || { echo "error: needs Horovod: run tools/install_horovod.sh" >&2; exit 2; }
         run horovodrun -np "$NGPU" python horovod_distributed.py "$@"

@@ -53,6 +53,7 @@ STRATEGIES = {  # by their names for start.sh: script, launcher, command
         "horovodrun -np {processes} python {script}",
     ),
     "apex": ("apex_distributed.py", "torchrun", TORCHRUN),
+    "fsdp": ("fsdp_distributed.py", "torchrun", TORCHRUN),
 }
 BOUNDS = ["loader", "compute"]  # what bounds the speed
 

@@ -285,6 +285,22 @@ def same_state(a, b):
     return all(same) and all(a[key] == b[key] for key in keys)
 
 
+def assert_close(a, b, atol=1e-5, rtol=1e-4):
+    """Two checkpoints stand at one place, with one state to rounding: weights, buffers, momentum.
+
+    The sums of other processes or kernels are added up in another order.
+    """
+    assert (a["epoch"], a["step"], a["arch"]) == (b["epoch"], b["step"], b["arch"])
+    assert a["state_dict"].keys() == b["state_dict"].keys()
+    for key, weight in a["state_dict"].items():
+        torch.testing.assert_close(weight, b["state_dict"][key], atol=atol, rtol=rtol)
+    states = a["optimizer"]["state"], b["optimizer"]["state"]
+    assert states[0] and states[0].keys() == states[1].keys()
+    for i, state in states[0].items():
+        momentum = state["momentum_buffer"], states[1][i]["momentum_buffer"]
+        torch.testing.assert_close(*momentum, atol=atol, rtol=rtol)
+
+
 def last_result(output):
     """(loss, acc@1, acc@5) of the last evaluation in a script's output."""
     found = re.findall(r"^ \* loss ([\d.]+)  acc@1 ([\d.]+)  acc@5 ([\d.]+)$", output, re.M)

@@ -1,6 +1,7 @@
 """Small models for the tests, named as --arch tests.nets:NAME."""
 
 from torch import nn
+from torchvision.models import VisionTransformer
 
 
 def plain(num_classes):
@@ -25,6 +26,11 @@ def normed(num_classes):
         nn.Dropout(0.2),
         nn.Linear(128, num_classes),
     )
+
+
+def transformer(num_classes):
+    """Two blocks, dropout, no BatchNorm; for --image-size 24."""
+    return VisionTransformer(24, 8, 2, 2, 32, 64, dropout=0.1, num_classes=num_classes)
 
 
 def two_outputs(num_classes):

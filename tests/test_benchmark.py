@@ -63,6 +63,7 @@ def test_loader(folder):
         assert image.size == (500, 375) and image.mode == "RGB"
 
 
+@pytest.mark.full
 def test_step(folder):
     results = measure("step", folder)
     assert [run["name"] for run in results["runs"]] == ["script", "bare", "plain"]
@@ -73,6 +74,7 @@ def test_step(folder):
     assert results["runs"][1]["time_to_bare"] == 1 and results["runs"][2]["speed_to_plain"] == 1
 
 
+@pytest.mark.full
 def test_scale(folder):
     results = measure("scale", folder)
     assert [(run["name"], run["files"]) for run in results["runs"]] == [
@@ -89,6 +91,7 @@ def test_scale(folder):
         assert 1 < run_["worker_private_mb"]["median"] < run_["worker_pss_mb"]["median"]
 
 
+@pytest.mark.full
 def test_strategies(folder):
     results = measure("strategies", folder)
     names = {"distributed": "torchrun", "multiprocessing": "mp.spawn"}

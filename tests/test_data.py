@@ -204,6 +204,7 @@ def test_random_crop_resizes_and_mirrors_as_torchvision_does():
                 assert (ours.int() - (expected.flip(-1) if flip else expected)).abs().max() <= 2
 
 
+@pytest.mark.full
 def test_random_crop_has_the_distribution_of_random_resized_crop():
     """Means of position and size, read from an image whose pixels are their coordinates."""
     y, x = torch.meshgrid(torch.linspace(0, 255, 300), torch.linspace(0, 255, 400), indexing="ij")

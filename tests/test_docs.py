@@ -103,6 +103,7 @@ STARTED = {
     "multiprocessing": "python multiprocessing_distributed.py",
     "apex": "torchrun --standalone --nproc-per-node=4 apex_distributed.py",
     "horovod": "horovodrun -np 4 python horovod_distributed.py",
+    "fsdp": "torchrun --standalone --nproc-per-node=4 fsdp_distributed.py",
 }
 
 
@@ -350,6 +351,7 @@ def test_start_horovod_without_it_says_what_to_do(clone, tmp_path):
     assert output == "error: needs Horovod: run tools/install_horovod.sh\n"
 
 
+@pytest.mark.full
 def test_start_runs_the_tests_and_explains_itself(clone):
     output = run(
         ["./start.sh", "test", "-q", "tests/test_diffs.py", "-k", "order"], clone, env=ACTIVE
@@ -377,6 +379,7 @@ def test_a_script_alone_runs_with_what_may_do_nothing(clone, tmp_path):
     result(output)
 
 
+@pytest.mark.full
 def test_start_chooses_the_number_of_processes(clone, tmp_path):
     flags = [*QUICK, "--checkpoint-dir", tmp_path / "c"]
     output = run(["./start.sh", "distributed", *flags], clone, env=ACTIVE | {"NGPU": "1"})

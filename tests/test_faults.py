@@ -51,12 +51,15 @@ SCRIPTS = {
     "multiprocessing": (SPAWN, {}),
     "apex": ([*torchrun(2, "apex_distributed.py"), "--precision", "fp32"], DOUBLE),
     "horovod": ([*HOROVODRUN, ROOT / "horovod_distributed.py"], {}),
+    "fsdp": (torchrun(2, "fsdp_distributed.py"), {}),
     # Where how it is started is not the point.
     "one": (forked("dataparallel.py"), {}),
     "two": (forked("distributed.py", ranks=2), {}),
+    "parts": (forked("fsdp_distributed.py", ranks=2), {}),
 }
-ALONE = {"dataparallel": "one", "one": "one"}  # one process computes other sums than two
-LAUNCHED = ["dataparallel", "distributed", "multiprocessing", "apex", "horovod"]
+# Who computes the same sums: one process adds in another order than two, and FSDP's kernels do.
+ALONE = {"dataparallel": "one", "one": "one", "fsdp": "parts"}
+LAUNCHED = ["dataparallel", "distributed", "multiprocessing", "apex", "horovod", "fsdp"]
 
 
 def start(name, folder, work, *more):
@@ -156,7 +159,7 @@ def kill_and_go_on(name, victims, moment, folder, work, more=()):
     return state
 
 
-@pytest.mark.parametrize("name", [*LAUNCHED[:3], *map(full, LAUNCHED[3:])])
+@pytest.mark.parametrize("name", [n if n == "distributed" else full(n) for n in LAUNCHED])
 def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     """One worker, then the launcher; twice in one epoch, at steps that no seed chooses."""
     if name == "horovod":
@@ -203,7 +206,7 @@ def test_a_launcher_killed_while_its_processes_start(name, work, tmp_path):
     assert code == -signal.SIGKILL and not (tmp_path / "c").exists(), output
 
 
-@pytest.mark.parametrize(("workers", "epoch"), [("0", 0), ("2", 0), ("0", 1)])
+@pytest.mark.parametrize(("workers", "epoch"), [full("0", 0), ("2", 0), full("0", 1)])
 def test_all_killed_with_any_number_of_workers(workers, epoch, work, straight, tmp_path):
     more, moment = ["-j", workers], rf"epoch {epoch} \[{3 if epoch else 13}/"
     state = kill_and_go_on("two", "all", moment, tmp_path / "c", work, more)
@@ -211,6 +214,7 @@ def test_all_killed_with_any_number_of_workers(workers, epoch, work, straight, t
     same_run(tmp_path / "c", straight("two"))
 
 
+@pytest.mark.full
 def test_four_processes_end_within_rounding(work, tmp_path):
     """DDP forms its buckets anew after the first backward: sums are taken in another order."""
     command = [*forked(ranks=4), *FLAGS, "--checkpoint-dir"]
@@ -379,7 +383,7 @@ SIGNALS = {
 }
 
 
-QUICK = ["one rank", "torchrun at the terminal", "mp.spawn's parent", "the only process"]
+QUICK = ["torchrun at the terminal", "the only process"]
 
 
 @pytest.mark.parametrize("case", [case if case in QUICK else full(case) for case in SIGNALS])
@@ -424,6 +428,7 @@ def test_under_nohup_a_run_outlives_its_terminal(name, work, straight, tmp_path)
     same_run(tmp_path / "c", straight(name))
 
 
+@pytest.mark.full
 def test_a_stop_during_validation_takes_effect_after_it(work, straight, tmp_path):
     job = start("multiprocessing", tmp_path / "c", work, "--checkpoint-freq", "0")
     job.wait_for(r"epoch 0 \[4/")
@@ -466,6 +471,7 @@ def test_an_evaluation_is_stopped_at_once(work, tmp_path):
     assert code == -signal.SIGTERM and "loss" not in output and not (tmp_path / "c").exists()
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
     """In a collective, in C++, where no handler of Python's runs: the other rank is stopped."""
     job = start("multiprocessing", tmp_path / "c", work)
@@ -620,6 +626,7 @@ def test_a_checkpoint_with_code_is_refused(work, tmp_path):
     assert os.listdir(folder) == ["checkpoint.pth"]
 
 
+@pytest.mark.full
 def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
     """SIGSTOP: it holds its connections and says nothing."""
     job = start("two", tmp_path / "c", work, "--dist-timeout", "10")
@@ -663,6 +670,7 @@ def test_what_takes_too_long_is_ended(hang):
     assert "Traceback" not in output and 'File "<string>", line 5' in output  # where it hangs
 
 
+@pytest.mark.full
 def test_what_is_not_watched_is_not_ended():
     """A loop of one's own, before, between and after what is watched."""
     code = WATCH.replace("SECONDS", "2") + "for _ in range(3):\n"

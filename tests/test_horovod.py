@@ -216,6 +216,7 @@ def test_a_horovod_for_cpus_beside_a_gpu(work):
     assert "\nerror: this Horovod knows no GPUs: install nvcc, then Horovod again\n" in output
 
 
+@pytest.mark.full
 def test_install_is_safe_to_run_twice(work):
     output = run([INSTALL], work, env={"PATH": f"{SCRIPTS}:{os.environ['PATH']}"})
     assert "is installed" in output and output.count("the mean of 0 and 1 is 0.5") == 2

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import HOROVODRUN, PYTHON, ROOT, events, forked, load, needs_horovod, run
+from conftest import HOROVODRUN, PYTHON, ROOT, events, forked, full, load, needs_horovod, run
 from torch.nn.functional import softmax
 
 from common.images import image_folders
@@ -22,7 +22,7 @@ from tests import nets
 from tests.runs import parts, read
 
 SCRIPTS = ["distributed", "dataparallel", "multiprocessing_distributed", "distributed_slurm_main"]
-SCRIPTS += ["apex_distributed", "horovod_distributed"]
+SCRIPTS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 NORMED = "--arch tests.nets:normed --image-size 24 --batch-size 48 --workers 1".split()
 SPAWN = [*forked("multiprocessing_distributed.py"), "--nprocs=2"]
 HOROVOD = [*HOROVODRUN, ROOT / "horovod_distributed.py"]
@@ -44,12 +44,13 @@ def trained(work):
     "command, env",
     [
         (forked("distributed.py", ranks=3), {}),
-        (forked("dataparallel.py"), {}),
-        (SPAWN, {}),
-        ([*forked("apex_distributed.py", ranks=2), "--precision", "fp32"], DOUBLE),
-        (HOROVOD, {}),
+        full(forked("dataparallel.py"), {}),
+        full(SPAWN, {}),
+        full([*forked("apex_distributed.py", ranks=2), "--precision", "fp32"], DOUBLE),
+        full(HOROVOD, {}),
+        full(forked("fsdp_distributed.py", ranks=3), {}),
     ],
-    ids=["distributed", "dataparallel", "spawn", "apex", "horovod"],
+    ids=["distributed", "dataparallel", "spawn", "apex", "horovod", "fsdp"],
 )
 def test_every_image_is_predicted_once_in_order(command, env, work, trained, tmp_path):
     if command is HOROVOD:

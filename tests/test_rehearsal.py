@@ -80,11 +80,13 @@ SCRIPTS = [  # all but Horovod's, whose library would have to be built for CUDA
         SLURM,
     ),
     (torchrun(2, "apex_distributed.py"), "", "nccl, Apex's FusedSGD, Rehearsal, bf16", APEX),
+    (torchrun(2, "fsdp_distributed.py"), "", "processes: 2, nccl, Rehearsal, bf16", {}),
     ([PYTHON, ROOT / "dataparallel.py"], "", "processes: 1, nn.DataParallel, Rehearsal", {}),
     (torchrun(2), "--backend gloo --sync-bn", "processes: 2, gloo, Rehearsal", {}),
 ]
 
 
+@pytest.mark.full
 def test_every_script_goes_on_with_the_run_of_the_one_before(gpus, work, tmp_path):
     """In three precisions. It says no warning, and no process touches a GPU of another."""
     predictions = tmp_path / "predictions.csv"
@@ -155,6 +157,7 @@ def test_a_gpu_that_hangs_in_training_is_noticed(gpus, work, tmp_path):
     assert re.search(r"rank 0 failed at epoch 0 step \d+: no progress for 4.5 s; it waits", output)
 
 
+@pytest.mark.full
 def test_nccl_fails_in_one_process_and_the_other_waits(gpus, work, tmp_path):
     """NCCL would name no step, and the survivor nothing at all before torchrun kills it."""
     env = gpus(2, REHEARSAL_HANG="ncclAllReduce:80:1")

@@ -24,6 +24,7 @@ from conftest import (
     SMALL,
     Job,
     forked,
+    full,
     last_result,
     load,
     rows,
@@ -171,7 +172,7 @@ def plain_loop(root, checkpoint):
     return len(dataset), (sums / len(dataset)).tolist()
 
 
-@pytest.mark.parametrize("count", [53, 3])
+@pytest.mark.parametrize("count", [53, full(3)])
 def test_evaluation_is_exact(odd_digits, work, count):
     roots, flags, checkpoint = odd_digits
     length, expected = plain_loop(roots[count], checkpoint)
@@ -204,7 +205,9 @@ def test_dropout_is_another_in_each_step_and_rank():
     assert not any(mask(*here).equal(mask(*other)) for other in others)
 
 
-@pytest.mark.parametrize("command", [ranks(2), SPAWN, DATAPARALLEL], ids=["ddp", "spawn", "dp"])
+@pytest.mark.parametrize(
+    "command", [ranks(2), full(SPAWN), full(DATAPARALLEL)], ids=["ddp", "spawn", "dp"]
+)
 def test_stopped_and_resumed_is_straight_through(command, work, tmp_path):
     """In mid-epoch, at another print frequency; the same script afresh would not pass."""
     straight = [*command, *NORMED, "--checkpoint-dir", tmp_path / "a"]
@@ -262,6 +265,7 @@ def test_a_folder_that_holds_a_run_is_refused(work, tmp_path):
     assert load(folder)["step"] == 2
 
 
+@pytest.mark.full
 def test_two_runs_at_once(work, tmp_path):
     jobs = [
         Job([*SPAWN, *SMALL, "--checkpoint-dir", tmp_path / name], work, ONE_THREAD)
@@ -349,7 +353,9 @@ def test_a_step_waits_for_nothing_but_its_gradients(work, tmp_path):
         assert calls["barrier"] == 1 and "broadcast" not in calls
 
 
-@pytest.mark.parametrize("script", ["distributed", "dataparallel", "multiprocessing_distributed"])
+@pytest.mark.parametrize(
+    "script", ["distributed", full("dataparallel"), full("multiprocessing_distributed")]
+)
 def test_a_script_and_common_work_elsewhere(script, work, tmp_path):
     shutil.copy(ROOT / f"{script}.py", tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common")
@@ -384,7 +390,7 @@ def test_a_bar_at_a_terminal_and_lines_elsewhere(work, tmp_path):
     assert len(re.findall(r"^ \* loss", text, re.M)) == 2
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", full("fp16")])
 def test_mixed_precision_on_a_cpu(precision, work, tmp_path):
     flags = [*SMALL, "--precision", precision, "--checkpoint-dir", tmp_path / "c"]
     losses = [float(x) for x in re.findall(r"loss ([\d.]+) \(", run([*ranks(2), *flags], work))]

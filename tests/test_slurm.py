@@ -12,7 +12,22 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PYTHON, ROOT, Job, forked, full, last_result, load, rows, run, same_state
+from conftest import (
+    HOROVODRUN,
+    PYTHON,
+    ROOT,
+    Job,
+    assert_close,
+    forked,
+    full,
+    last_result,
+    load,
+    needs_horovod,
+    rows,
+    run,
+    same_state,
+    torchrun,
+)
 
 from common.slurm import Step, first_host, processes_per_task, tasks_per_node
 
@@ -115,6 +130,32 @@ def test_resume_a_run_of_the_other_in_mid_epoch(work, two, tmp_path):
 
 
 @pytest.mark.full
+def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
+    """Each goes on with what the one before left; the end is that of one script, to rounding."""
+    double = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
+    commands = [  # with one process or two: without BatchNorm they train the same
+        (torchrun(2), {}),
+        ([PYTHON, ROOT / "dataparallel.py"], {}),
+        ([PYTHON, ROOT / "multiprocessing_distributed.py", "--nprocs=2"], {}),
+        (srun("-N2 --gres gpu:1"), {}),
+        ([*torchrun(2, "apex_distributed.py"), "--precision", "fp32"], double),
+        ([*HOROVODRUN, ROOT / "horovod_distributed.py"], {}),
+        (torchrun(2, "fsdp_distributed.py"), {}),
+        (torchrun(2), {}),
+    ]
+    needs_horovod()
+    plain = [*NORMED, "--arch", "tests.nets:plain", "--epochs", "2", "--max-steps"]
+    for number, (command, env) in enumerate(commands, start=1):
+        flags = [*plain, str(5 * number), "--checkpoint-dir", tmp_path / "c", "--resume", "auto"]
+        output = run([*command, *flags], work, env=THREADS | env)
+        assert number == 1 or re.search(r"resumed from .*/checkpoint.pth at epoch \d", output), (
+            output
+        )
+    run([*TWO, *plain, "40", "--checkpoint-dir", tmp_path / "one"], work, env=THREADS)
+    assert_close(load(tmp_path / "c"), load(tmp_path / "one"), atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.full
 def test_nodes_with_different_process_counts(work, tmp_path):
     command = f"exec {PYTHON} {SCRIPT} --nprocs $((SLURM_NODEID + 1)) " + '"$@"'
     flags = [*NORMED, "--max-steps", "5", "--checkpoint-dir", tmp_path / "run"]
@@ -193,7 +234,7 @@ def test_a_folder_that_is_not_there(work):
     assert f"error: no folder {work}/none for --dist-file" in output
 
 
-@pytest.mark.parametrize("shape", ["-n4 --gpus-per-node=2", full("--gres gpu:2")])
+@pytest.mark.parametrize("shape", [full("-n4 --gpus-per-node=2"), "--gres gpu:2"])
 def test_a_killed_process_ends_the_step_and_the_next_run_is_not_disturbed(shape, work, tmp_path):
     own = [] if "-n4" in shape else ["--nprocs", "2"]
     flags = [*NORMED, "--epochs", "400", "--dist-file", "stale", *own]

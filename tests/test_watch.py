@@ -41,6 +41,7 @@ def test_what_lets_no_python_run_is_left_alone_outside_of_a_block():
     run([*forked("-c"), code], ROOT, timeout=100, code=-signal.SIGALRM)
 
 
+@pytest.mark.full
 def test_one_that_is_to_stop_and_waits_says_so_and_goes_on():
     """Once for each wait, and of whom there is no sign; not while batches come."""
     code = WATCH + "store = dist.HashStore()\nstore.set('waits 0', '')\n"

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
 from figures import draw  # noqa: E402
 
 READMES = ["README.md", "README.zh-CN.md"]
 DOCUMENTS = READMES + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 OTHERS = ["multiprocessing_distributed", "dataparallel", "distributed_slurm_main"]
-OTHERS += ["apex_distributed", "horovod_distributed"]
+OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
 # The minimal scripts that are shown as diffs against minimal/distributed.py.
 MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
@@ -31,6 +31,7 @@ HUNKS = {
     "distributed_slurm_main": ["# Who am I?", "step.open_store", "def launch"],
     "apex_distributed": ["# Strategy.", "amp.scale_loss"],
     "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
+    "fsdp_distributed": ["make_mesh(", "# Strategy.", "parts.gather()", "longest"],
 }
 # The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
 # from the one that holds it on.
@@ -152,6 +153,31 @@ def table(name, *columns):
     return " |\n| ".join(lines or [" | ".join("-" * len(columns))])
 
 
+def memory():
+    """The rows of a table: what DDP and FSDP keep of a model in each of 8 GPUs, in GB.
+
+    Weights, gradients and the optimizer's state are float32. FSDP gathers two blocks at a time, one
+    of them to be ready for the next, and has the gradients of one.
+    """
+    import torch  # takes seconds
+    from torchvision import models
+
+    from common.sharded import blocks, precision_policy
+
+    rows = []
+    for name in ("resnet50", "vit_l_16", "vit_h_14"):
+        with torch.device("meta"):
+            net = models.get_model(name)
+        whole = sum(weight.numel() for weight in net.parameters())
+        sizes = [sum(weight.numel() for weight in block.parameters()) for block in blocks(net)]
+        gathered = 2 if precision_policy(net, torch.bfloat16).param_dtype else 4  # bytes
+        gathered = max(sizes) * (2 * gathered + 4) + (whole - sum(sizes)) * (gathered + 4)
+        for optimizer, kept in (("SGD", 12), ("AdamW", 16)):  # bytes for a weight
+            ddp, fsdp = whole * kept / 1e9, (whole * kept / 8 + gathered) / 1e9
+            rows.append(f"{name} | {optimizer} | {ddp:.2f} | {fsdp:.2f}")
+    return " |\n| ".join(rows)
+
+
 def blocks():
     """{NAME: what stands in the block}."""
     made = {f"diff {name}": strategy("distributed", name, HUNKS[name]) for name in OTHERS}
@@ -161,6 +187,7 @@ def blocks():
         lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
         made[f"changed {name}"] = f"[{len(lines)}](diffs/{name}.diff)"
     made["speeds"], made["measured"] = speeds(), measured()
+    made["memory"] = memory()
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
     made["scale"] = table("scale", "name", "files", "start_s", "worker_private_mb", "us_per_image")

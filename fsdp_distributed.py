@@ -1,0 +1,309 @@
+"""FSDP: one process per GPU, started by torchrun; each keeps a part of the weights and momentum.
+
+$ torchrun --standalone --nproc-per-node=4 fsdp_distributed.py --data /path/to/imagenet
+"""
+
+import copy
+import gc
+import math
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+from common.arguments import ArgumentParser, bounded, output_file
+from common.checkpoint import Run
+from common.device import own_cores, pick_device
+from common.errors import user_errors
+from common.images import image_folders
+from common.loader import Seeded, TrainSampler, make_loader
+from common.metrics import AverageMeter, accuracy, reduce_mean
+from common.model import build_model
+from common.prefetcher import Prefetcher
+from common.process import Stop
+from common.progress import ProgressMeter, print_banner
+from common.records import save_predictions
+from common.rendezvous import complete_environment, restart_safe_store
+from common.seeds import seed_step
+from common.sharded import Parts, blocks, make_mesh, precision_policy
+from common.watch import Watch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GROUP_OF_ONE = {  # what torchrun would set for a single process
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
+def parse_args():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    positive, not_negative, number = bounded(int, 1), bounded(int, 0), bounded(float, 0)
+    add("--data", metavar="DIR", help="holds train/ and val/, each with a folder per class")
+    add("-a", "--arch", help="a model of torchvision, or your package.module:callable")
+    add("--pretrained", action="store_true", help="start from torchvision's weights")
+    add("--epochs", type=positive, help="passes over the training images")
+    add("-b", "--batch-size", type=positive, help="images per step, over all processes")
+    add("--lr", type=number, help="learning rate for a batch of 256; it is scaled with the batch")
+    add("--warmup-epochs", type=number, help="epochs in which the learning rate rises linearly")
+    add("--momentum", type=number, default=0.9, help="(default: %(default)s)")
+    add("--weight-decay", "--wd", type=number, default=1e-4, help="(default: %(default)s)")
+    add("--label-smoothing", type=bounded(float, 0, 1), default=0.0, help="of the training loss")
+    add("-j", "--workers", type=not_negative, help="loader processes per data set (default: cores)")
+    add("--image-size", type=bounded(int, 1, 4096), help="pixels of width and height")
+    add("-p", "--print-freq", type=positive, default=10, help="steps between two lines")
+    add("--seed", type=bounded(int, 0, 2**63 - 1), default=0, help="of all random numbers")
+    add("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
+    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="(default: %(default)s)")
+    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too")
+    add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest in --checkpoint-dir")
+    add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
+    add("--predictions", type=output_file, metavar="CSV", help="write each prediction to this file")
+    add("--tensorboard", action="store_true", help="curves in --checkpoint-dir/tensorboard")
+    add("--max-steps", type=positive, help="end after N steps, all resumes counted")
+    add("--backend", choices=["nccl", "gloo"], help="(default: nccl on GPUs, gloo on CPUs)")
+    add("--dist-timeout", type=bounded(int, 1, 10**6), default=600, help="seconds to wait at most")
+    add("--local-rank", "--local_rank", help="ignored: some launchers pass it")
+    return parser.parse_args()
+
+
+def main():
+    # Who am I? torchrun sets these variables for each process; plain python is a group of one.
+    with user_errors(rank=0):
+        complete_environment(GROUP_OF_ONE)
+    rank = int(os.environ["RANK"])  # my number among all processes
+    local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
+    world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # and on this machine
+    stop = Stop(launched="TORCHELASTIC_RUN_ID" in os.environ)
+
+    # Find what a user can get wrong before any process waits for another.
+    with user_errors(local_rank, stop):
+        args = parse_args()
+        device = pick_device(local_rank, local_world_size, args)
+        train_set, val_set = image_folders(args.data, args.image_size)
+        train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
+        local_batch_size = args.batch_size // world_size
+        run = Run(args, train_set, train_sampler.steps_per_epoch, world_size)
+        torch.manual_seed(args.seed)
+        net = build_model(args, len(train_set.classes), torch.device("cpu"), local_batch_size)
+        store = restart_safe_store(rank, world_size, args.dist_timeout)
+        if rank == 0 and not args.evaluate:
+            run.open_folder()
+
+    # From here on, an error ends this process with a line that names its rank, epoch and step. So
+    # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
+    watch = Watch(rank, world_size, run, store, args.dist_timeout, stop)
+    backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
+    with watch:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=args.dist_timeout),
+            device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
+        )
+        mesh = make_mesh(device, world_size, local_world_size)  # who divides the model with whom
+
+    # Data. Each process reads its own part of each batch, and its own part of the validation set.
+    workers = own_cores(local_world_size) if args.workers is None else args.workers
+    train_loader = make_loader(
+        Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
+    )
+    val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
+    val_loader = make_loader(val_set, val_sampler, local_batch_size, workers, device)
+    train_batches = Prefetcher(train_loader, device, watch)
+    val_batches = Prefetcher(val_loader, device, watch)
+    with user_errors(rank, stop):  # each node may have read a disk of its own
+        run.check_same(train_set, val_set, rank, world_size, device, reduce_mean)
+
+    # Model. `net` is whole, on the CPU: it is saved and loaded. `model` is trained and evaluated.
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    optimizer = torch.optim.SGD(
+        net.parameters(),
+        lr=args.lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+
+    # Strategy. A process keeps its part of each block, and gathers a whole block when it computes
+    # it. `parts` has the optimizer that trains; the one above is saved and loaded.
+    model = copy.deepcopy(net).to(memory_format=torch.contiguous_format)  # FSDP takes no other
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
+    for block in [*blocks(model), model]:  # the model last: it takes what is in no block
+        fully_shard(block, mesh=mesh, mp_policy=precision_policy(net, DTYPES[args.precision]))
+    parts = Parts(net, optimizer, model)
+
+    if args.compile:
+        model.compile()
+    meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
+    run.restore(net, optimizer, scaler, meters)  # every process has read the same checkpoint
+    parts.scatter()  # rank 0's weights go to all processes, in parts
+    if rank == 0:
+        print_banner(run, train_set, val_set, workers, backend, device)
+    if args.evaluate:
+        stop.restore_defaults()  # nothing needs to be saved
+        validate(val_batches, model, rank, world_size, args)
+
+    epochs = 0 if args.evaluate else math.ceil(run.total_steps / run.steps_per_epoch)
+    for epoch in range(run.epoch, epochs):
+        # --max-steps may cut the last epoch.
+        end = min(run.steps_per_epoch, run.total_steps - epoch * run.steps_per_epoch)
+        if run.step == run.steps_per_epoch:
+            speed = {}  # resumed from a checkpoint between this epoch's training and validation
+        elif run.step < end:
+            train_sampler.set_epoch(epoch, run.step, end)  # a new order, and the steps still to do
+            speed = train(train_batches, parts, criterion, run, stop, rank, world_size, args)
+        else:
+            break  # resumed from a checkpoint that is at --max-steps already
+        if run.step < end:
+            break  # stopped by a signal
+
+        # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        val_loss, acc1, acc5 = validate(val_batches, model, rank, world_size, args)
+        parts.gather()
+        if run.step == run.steps_per_epoch:
+            run.epoch, run.step = epoch + 1, 0
+        if rank == 0:
+            row = {
+                "epoch": run.epoch,
+                "step": run.step,
+                "train_loss": meters[0].avg,
+                "val_loss": val_loss,
+                "acc1": acc1,
+                "acc5": acc5,
+                "lr": optimizer.param_groups[0]["lr"],
+                "world_size": world_size,
+                "batch_size": args.batch_size,
+            }
+            run.save(row | speed, acc1)
+        if stop.agreed:
+            break
+
+    unfinished = run.global_step() < run.total_steps and not args.evaluate
+    if rank == 0 and unfinished:
+        print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
+    stop.ignore()  # a signal from here on could only hide the exit code
+    del model, parts
+    gc.collect()  # its threads must end before the interpreter does, or gloo aborts
+    dist.barrier()
+    dist.destroy_process_group()
+    return 75 if unfinished else 0  # EX_TEMPFAIL: start it again
+
+
+def train(batches, parts, criterion, run, stop, rank, world_size, args):
+    """Train an epoch from run.step on, to its end or until a signal stops it.
+
+    Returns how fast it was, a dict for metrics.jsonl.
+    """
+    device, optimizer, scaler = batches.device, parts.optimizer, run.scaler
+    model = parts.model
+    progress = ProgressMeter(run, end=run.step + len(batches))
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
+    model.train()
+    for images, target in batches:
+        seed_step(args.seed, run.epoch, run.step, rank)  # dropout is the same after a resume
+        lr = learning_rate(args, run.epoch + run.step / run.steps_per_epoch)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("scale", 1)  # a group may have a rate of its own
+        with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
+            output = model(images)
+            loss = criterion(output, target)
+
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+        run.step += 1
+        # float64 adds up float32 values without rounding: a resumed run has the same averages.
+        sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
+        at_end = run.step == progress.end
+        # A complete epoch is saved before its validation, so that a crash there costs that alone.
+        # One that --max-steps cuts is saved after its validation.
+        save_now = run.step == run.steps_per_epoch
+        if args.checkpoint_freq > 0 and not at_end:
+            save_now = run.step % args.checkpoint_freq == 0
+        # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
+        if save_now or at_end or run.step % args.print_freq == 0:
+            sums[3] = stop.requested.is_set()
+            *values, stopping = reduce_mean(sums, world_size).tolist()
+            stop.agreed = stopping > 0  # one process that was asked to stop is enough
+            sums.zero_()
+            if not math.isfinite(values[0]):
+                raise FloatingPointError(f"the loss is {values[0]}")
+            progress.update(values)
+            if rank == 0:
+                progress.display(lr)
+            if save_now or (stop.agreed and not at_end):
+                parts.gather()  # all processes send their parts; rank 0 writes them
+                if rank == 0:
+                    run.save()
+            if stop.agreed:
+                break
+    return progress.close(batches.waited())
+
+
+def learning_rate(args, epoch):
+    """The rate after `epoch` epochs, a fraction too: linear warm-up, then half a cosine to zero."""
+    peak = args.lr * args.batch_size / 256
+    if epoch < args.warmup_epochs:
+        return peak * min(1.0, max(epoch, 0.01) / args.warmup_epochs)  # not 0 in the first step
+    done = (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
+    return peak * (1 + math.cos(math.pi * done)) / 2
+
+
+@torch.no_grad()
+def validate(batches, net, rank, world_size, args):
+    """Mean loss, acc@1 and acc@5 over the data set: every image counts exactly once."""
+    device, dataset = batches.device, batches.loader.dataset
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, images
+    predictions = [torch.zeros(0, 2, device=device)]  # [n, 2] of each batch: confidence and class
+    net.eval()
+    for images, target in batches:
+        with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
+            output = net(images)  # gathers weights from all processes
+        loss = cross_entropy(output.float(), target)
+        values = [loss, *accuracy(output, target), torch.ones_like(loss)]
+        sums += torch.stack(values) * len(target)
+        if args.predictions:
+            confidence, predicted = output.float().softmax(dim=1).max(dim=1)
+            predictions.append(torch.stack([confidence, predicted], dim=1))
+
+    # All processes gather a block together. One that has a batch less takes part once more.
+    longest = math.ceil(math.ceil(len(dataset) / world_size) / batches.loader.batch_size)
+    if len(batches) < longest:
+        net(torch.zeros(1, 3, args.image_size, args.image_size, device=device))
+
+    # Batches and parts differ in size: add up first, divide once by the number of all images.
+    *values, count = reduce_mean(sums, world_size).tolist()
+    assert round(count * world_size) == len(dataset), "images lost or counted twice"
+    loss, acc1, acc5 = (value / count for value in values)
+    if rank == 0:
+        print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
+    if args.predictions:
+        all_predictions = [None] * world_size
+        dist.all_gather_object(all_predictions, torch.cat(predictions).cpu())
+        if rank == 0:
+            save_predictions(args.predictions, dataset, all_predictions)
+    return loss, acc1, acc5
+
+
+if __name__ == "__main__":
+    sys.exit(main())
