@@ -288,6 +288,24 @@ int ncclAllGather(const void* in, char* out, size_t n, int type, Group* group) {
     memcpy(out + r * mine + at, part, size);
   });
 }
+int ncclReduceScatter(const char* in, char* out, size_t n, int type, int, Group* group) {
+  size_t mine = n * WIDTH[type];
+  for (int part = 0; part < group->size; part++)
+    exchange(group, in + part * mine, mine, [&](int r, char* from, size_t at, size_t size) {
+      if (part != group->rank) return;
+      r ? add<float>(out + at, from, size) : (void)memcpy(out + at, from, size);
+    });
+  return 0;
+}
+// Between two processes.
+int ncclSend(const void* in, size_t n, int type, int, Group* group) {
+  return exchange(group, in, n * WIDTH[type], [](int, char*, size_t, size_t) {});
+}
+int ncclRecv(char* out, size_t n, int type, int sender, Group* group) {
+  return exchange(group, out, n * WIDTH[type], [&](int r, char* part, size_t at, size_t size) {
+    if (r == sender) memcpy(out + at, part, size);
+  });
+}
 // nn.DataParallel exchanges among the devices of one process: that is dropped.
 NOTHING(ncclCommInitAll) NOTHING(ncclBcast) NOTHING(ncclReduce) NOTHING(ncclCommDestroy)
 NOTHING(ncclCommFinalize) NOTHING(ncclCommRegister) NOTHING(ncclCommDeregister)
