@@ -113,7 +113,7 @@ def main():
     model = nn.DataParallel(net)
 
     if args.compile:
-        model.compile()
+        model.compile(dynamic=False)  # all batches have one size
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
     run.restore(net, optimizer, scaler, meters)
     if rank == 0:

@@ -144,7 +144,7 @@ def main():
     model.broadcast_buffers = False  # BatchNorm's statistics are sent before each validation
 
     if args.compile:
-        model.compile()
+        model.compile(dynamic=False)  # all batches have one size
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
     run.restore(net, optimizer, scaler, meters)  # every process has read the same checkpoint
     if rank == 0:

@@ -149,7 +149,7 @@ def main():
     parts = Parts(net, optimizer, model)
 
     if args.compile:
-        model.compile()
+        model.compile(dynamic=False)  # all batches have one size
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
     run.restore(net, optimizer, scaler, meters)  # every process has read the same checkpoint
     parts.scatter()  # rank 0's weights go to all processes, in parts

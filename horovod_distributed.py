@@ -129,7 +129,7 @@ def main():
     optimizer._step_supports_amp_scaling = True  # as fused SGD says: no scaler reads a number then
 
     if args.compile:
-        model.compile()
+        model.compile(dynamic=False)  # all batches have one size
     meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
     run.restore(net, optimizer, scaler, meters)  # every process has read the same checkpoint
     if rank == 0:

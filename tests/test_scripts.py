@@ -399,9 +399,10 @@ def test_mixed_precision_on_a_cpu(precision, work, tmp_path):
 
 
 @pytest.mark.full
-def test_compiled_trains_alike(work, tmp_path):
+@pytest.mark.parametrize("script", ["distributed.py", "fsdp_distributed.py"])
+def test_compiled_trains_alike(script, work, tmp_path):
     for name, flags in {"a": [], "b": ["--compile"]}.items():
-        command = [*torchrun(2), *SMALL, "--max-steps", "4", *flags]
+        command = [*torchrun(2, script), *SMALL, "--max-steps", "4", *flags]
         run([*command, "--checkpoint-dir", tmp_path / name], work, timeout=300, env=ONE_THREAD)
     a, b = load(tmp_path / "a")["state_dict"], load(tmp_path / "b")["state_dict"]
     assert a.keys() == b.keys()
