@@ -111,6 +111,7 @@ def run(request):
 
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    import distributed  # noqa: F401  with all that the others need
+    import sklearn.datasets  # noqa: F401  the images of the minimal scripts
 
+    import distributed  # noqa: F401  with all that the others need
     run(serve(socket.socket(fileno=int(sys.argv[1]))))

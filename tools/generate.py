@@ -96,6 +96,20 @@ def lesson():
     return {f"lesson {step}": fenced("diff", lines) for step, lines in steps.items()}
 
 
+def bug(path):
+    """A block with the hunks of a mistake, each from its first changed line to its last.
+
+    Lines that are only added stand between their neighbours.
+    """
+    lines = []
+    for hunk in path.read_text().split("\n@@")[1:]:
+        hunk = [line.rstrip() for line in hunk.splitlines()[1:]]
+        changed = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
+        more = not any(line.startswith("-") for line in hunk)
+        lines += filter(None, hunk[changed[0] - more : changed[-1] + 1 + more])
+    return fenced("diff", lines)
+
+
 def fenced(kind, lines):
     return "\n".join([f"\n```{kind}", *lines, "```\n"])
 
@@ -195,6 +209,8 @@ def blocks():
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
     for name in MINIMAL:
         made[f"minimal {name}"] = whole("distributed", name)
+    for path in sorted((ROOT / "bugs").glob("*.diff")):
+        made[f"bug {path.stem}"] = bug(path)
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
     made["imports"] = excerpt("distributed.py", ("from common", "from common.watch"))
