@@ -156,6 +156,9 @@ def test_accumulate_is_as_many_more_processes(accumulating, work, tmp_path):
     assert [row["train_loss"] for row in rows_two] == [row["train_loss"] for row in rows_one]
     other, _ = accumulated(accumulating, work, tmp_path / "1x1", 1, 1)
     assert not same(one, other)  # other dropout
+    flags = [*SMALL, "tests.nets:plain", "--accumulate", "5", "--checkpoint-dir", tmp_path / "c"]
+    output = run([*forked(accumulating), *flags], work, code=2)
+    assert output == "error: --accumulate must divide the 48 images per process\n"
 
 
 @pytest.mark.full
@@ -426,14 +429,13 @@ def test_profile_counts_what_is_not_hidden(tmp_path, capsys):
 
     def event(name, start, end, children=()):
         span = SimpleNamespace(start=start * 1000, end=end * 1000)
-        device = SimpleNamespace(name="CPU")
-        return SimpleNamespace(
-            name=name, time_range=span, device_type=device, cpu_children=children
-        )
+        device = SimpleNamespace(name="CUDA" if torch.cuda.is_available() else "CPU")
+        more = {"device_type": device, "cpu_children": children, "is_user_annotation": "#" in name}
+        return SimpleNamespace(name=name, time_range=span, **more)
 
     events = [event("gloo:all_reduce", 0, 10), event("gloo:all_reduce", 20, 30)]
     events += [event("aten::mm", 5, 15), event("aten::mm", 12, 25)]
-    events += [event("ProfilerStep#3", 0, 30, children=events)]
+    events += [event("aten::linear", 0, 30, children=events), event("Optimizer#SGD", 0, 30)]
     profiler = SimpleNamespace(events=lambda: events, export_chrome_trace=lambda path: None)
     module.report(profiler, "a.json")
     assert capsys.readouterr().out == "a.json: collectives 20.0 ms, not hidden 10.0 ms\n"
@@ -443,7 +445,7 @@ def test_profile_counts_what_is_not_hidden(tmp_path, capsys):
 def test_profile(work, tmp_path):
     """A trace of each process. With accumulate too, it shows that a step sends once."""
     script = copy(tmp_path / "here", "accumulate", "profile")
-    flags = [*SMALL, "tests.nets:plain", "--max-steps", "14", "-p", "100", "--accumulate", "2"]
+    flags = [*SMALL, "tests.nets:plain", "--max-steps", "12", "-p", "100", "--accumulate", "2"]
     output = run([*forked(script, 2), *flags, "--checkpoint-dir", tmp_path / "c"], work)
     for rank in (0, 1):
         path = tmp_path / f"c/trace-{rank}.json"
