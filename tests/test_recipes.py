@@ -591,7 +591,9 @@ def test_a_change_of_the_same_lines_stops(project, committed):
         commit(project)
     with pytest.raises(SystemExit) as error:
         generate.written_diffs()
-    assert str(error.value).startswith("error: recipes/at20.diff and distributed.py have changed")
+    assert str(error.value).startswith(
+        "error: distributed.py has changed beside lines of recipes/at20.diff"
+    )
 
 
 def test_a_diff_of_no_version_stops(project):

@@ -106,7 +106,7 @@ def moved(name, written, script):
     """A diff of an older script, made to fit today's: a merge of what both have changed since.
 
     The older script is the newest committed one that the diff fits. Exits where there is none, and
-    where both have changed the same lines.
+    where both have changed the same lines, or lines side by side.
     """
     now = (ROOT / script).read_text()
     by_hand = f"change a copy of it, then diff -U3 --label {script} --label {script} {script} COPY"
@@ -118,7 +118,7 @@ def moved(name, written, script):
             merged = in_files(["git", "merge-file", "-p", "-q"], now, shown.stdout, after)
             if merged.returncode == 0:
                 return unified(now, merged.stdout, written)
-            sys.exit(f"error: {name} and {script} have changed the same lines: {by_hand} > {name}")
+            sys.exit(f"error: {script} has changed beside lines of {name}: {by_hand} > {name}")
     sys.exit(f"error: {name} fits neither {script} nor an older one: {by_hand} > {name}")
 
 
