@@ -114,4 +114,5 @@ if __name__ == "__main__":
     import sklearn.datasets  # noqa: F401  the images of the minimal scripts
 
     import distributed  # noqa: F401  with all that the others need
+
     run(serve(socket.socket(fileno=int(sys.argv[1]))))
