@@ -55,6 +55,7 @@ ELSEWHERE = {
     r"python docs/use_weights\.py": ("test_docs.py", "def test_weights_are_used_elsewhere"),
     # From the network: the tests run in an environment that has it, or what it would break.
     r"pip install (tensorboard|horovod|apex)": ("test_docs.py", "--tensorboard"),
+    "pip install wandb": ("test_recipes.py", "def test_wandb"),
 }
 
 
@@ -76,6 +77,10 @@ def commands(text):
         elif code and code.startswith(STARTS):
             found.append(code)
     return [" ".join(line.split()) for line in found]
+
+
+PATCHED = [c for c in commands(read("docs/recipes.md")) if c.startswith(("patch ", "torchrun "))]
+ELSEWHERE |= {re.escape(c): ("test_recipes.py", "def test_commands_of_the_page") for c in PATCHED}
 
 
 def in_docstrings():

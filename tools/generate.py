@@ -1,5 +1,6 @@
 """Writes what is generated: diffs/, docs/*.svg, and the blocks of the READMEs and of docs/*.md
 between <!-- generated: NAME --> and <!-- end -->. The tests compare all of it with its sources.
+The diffs in recipes/ and bugs/ follow their script when it has changed.
 
 $ python tools/generate.py
 """
@@ -9,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +25,8 @@ SCRIPTS = ["distributed", *OTHERS]
 # The minimal scripts that are shown as diffs against minimal/distributed.py.
 MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
 MINIMAL += ["horovod_distributed", "fsdp_distributed"]
+# The folders of diffs that people wrote, and the script that each of them changes.
+WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -56,21 +60,92 @@ def diff(old, new, *flags):
 
 def strategy(old, new, words):
     """A block with the hunks that hold one of the words, and the functions they are in."""
+    lines = []
+    for name, part in hunks_of(diff(old, new, "-U1", "--show-function-line=^def ")[2:]):
+        if any(word in line for word in words for line in part):
+            lines += [f"@@ {name} @@", *(line.rstrip() for line in part)]
+    for word in words:
+        assert any(word in line for line in lines), f"no {word} in {old} against {new}"
+    return fenced("diff", lines)
+
+
+def hunks_of(lines):
+    """(function, the lines from the first changed one to the last) of each hunk of a diff."""
     hunks = []
-    for line in diff(old, new, "-U1", "--show-function-line=^def ")[2:]:
+    for line in lines:
         if line.startswith("@@"):
             hunks.append([line])
         else:
             hunks[-1].append(line)
-    lines = []
+    found = []
     for hunk in hunks:
         changed = [i for i, line in enumerate(hunk) if line[0] in "+-"]
-        part = hunk[changed[0] : changed[-1] + 1]
-        if any(word in line for word in words for line in part):
-            names = re.findall(r"\bdef (\w+)", "\n".join(hunk[: changed[0] + 1]))
-            lines += [f"@@ {names[-1]} @@", *(line.rstrip() for line in part)]
-    for word in words:
-        assert any(word in line for line in lines), f"no {word} in {old} against {new}"
+        names = re.findall(r"\bdef (\w+)", "\n".join(hunk[: changed[0] + 1]))
+        found.append((names[-1] if names else "imports", hunk[changed[0] : changed[-1] + 1]))
+    return found
+
+
+def written_diffs():
+    """{path: text} of the diffs in WRITTEN's folders, as they fit the scripts of today."""
+    files = {}
+    for folder, script in WRITTEN.items():
+        for path in sorted((ROOT / folder).glob("*.diff")):
+            name, written = f"{folder}/{path.name}", path.read_text()
+            fits = applied((ROOT / script).read_text(), written)
+            files[name] = written if fits else moved(name, written, script)
+    return files
+
+
+def applied(text, written):
+    """A script's text after a diff; None if the diff is not of the very lines that it names."""
+    after = in_files(["patch", "-F0", "-r-", "-o-"], text, written).stdout
+    return after if unified(text, after, written) == written else None
+
+
+def moved(name, written, script):
+    """A diff of an older script, made to fit today's: a merge of what both have changed since.
+
+    The older script is the newest committed one that the diff fits. Exits where there is none, and
+    where both have changed the same lines, or lines side by side.
+    """
+    now = (ROOT / script).read_text()
+    by_hand = f"change a copy of it, then diff -U3 --label {script} --label {script} {script} COPY"
+    git = ["git", "-C", str(ROOT)]
+    commits = subprocess.run([*git, "log", "--format=%h", "--", script], capture_output=True)
+    for commit in commits.stdout.decode().split():
+        shown = subprocess.run([*git, "show", f"{commit}:{script}"], capture_output=True, text=True)
+        if after := applied(shown.stdout, written):
+            merged = in_files(["git", "merge-file", "-p", "-q"], now, shown.stdout, after)
+            if merged.returncode == 0:
+                return unified(now, merged.stdout, written)
+            sys.exit(f"error: {script} has changed beside lines of {name}: {by_hand} > {name}")
+    sys.exit(f"error: {name} fits neither {script} nor an older one: {by_hand} > {name}")
+
+
+def unified(old, new, written):
+    """The diff of two texts, with the first two lines of the diff `written`."""
+    made = in_files(["diff", "-U3"], old, new).stdout.splitlines(keepends=True)[2:]
+    return "".join(written.splitlines(keepends=True)[:2] + made)
+
+
+def in_files(command, *texts):
+    """Run a command on files with these texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(number) for number in range(len(texts))]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text)
+        return subprocess.run([*command, *paths], capture_output=True, text=True)
+
+
+def recipe(written):
+    """A block with what a diff against distributed.py changes, and the functions it is in."""
+    old = (ROOT / "distributed.py").read_text()
+    command = ["diff", "-U1", "--show-function-line=^def "]
+    made = in_files(command, old, applied(old, written)).stdout.splitlines()[2:]
+    lines = []
+    for name, part in hunks_of(made):
+        inside = part[0][1:].startswith(" ")
+        lines += [f"@@ {name} @@" if inside else "@@ @@", *(line.rstrip() for line in part)]
     return fenced("diff", lines)
 
 
@@ -96,13 +171,13 @@ def lesson():
     return {f"lesson {step}": fenced("diff", lines) for step, lines in steps.items()}
 
 
-def bug(path):
+def bug(written):
     """A block with the hunks of a mistake, each from its first changed line to its last.
 
     Lines that are only added stand between their neighbours.
     """
     lines = []
-    for hunk in path.read_text().split("\n@@")[1:]:
+    for hunk in written.split("\n@@")[1:]:
         hunk = [line.rstrip() for line in hunk.splitlines()[1:]]
         changed = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
         more = not any(line.startswith("-") for line in hunk)
@@ -209,8 +284,10 @@ def blocks():
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
     for name in MINIMAL:
         made[f"minimal {name}"] = whole("distributed", name)
-    for path in sorted((ROOT / "bugs").glob("*.diff")):
-        made[f"bug {path.stem}"] = bug(path)
+    for path, text in written_diffs().items():
+        folder, name = path.removesuffix(".diff").split("/")
+        show = {"recipes": recipe, "bugs": bug}[folder]
+        made[f"{folder[:-1]} {name}"] = show(text)
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
     made["imports"] = excerpt("distributed.py", ("from common", "from common.watch"))
@@ -236,7 +313,7 @@ def everything():
     """{path: text} of all that is generated."""
     files = {f"diffs/{name}.diff": diff("distributed", name, "-U2") for name in OTHERS}
     files = {path: "\n".join(lines) + "\n" for path, lines in files.items()}
-    files |= {f"docs/{name}": svg for name, svg in draw().items()}
+    files |= {f"docs/{name}": svg for name, svg in draw().items()} | written_diffs()
     made = blocks()
     for name in DOCUMENTS:
         files[name] = fill((ROOT / name).read_text(), made)
