@@ -52,7 +52,10 @@ class TrainSampler:
 
     def __init__(self, length, batch_size, rank, world_size, seed):
         if batch_size % world_size:
-            raise ValueError(f"--batch-size {batch_size} is no multiple of {world_size} processes")
+            less = batch_size - batch_size % world_size
+            which = f"{less} and {less + world_size} are" if less else f"{world_size} is"
+            problem = f"--batch-size {batch_size} is no multiple of {world_size} processes"
+            raise ValueError(f"{problem}: {which}")
         if length < batch_size:
             raise ValueError(f"{length} images to train do not fill one --batch-size {batch_size}")
         self.length, self.batch_size, self.seed = length, batch_size, seed

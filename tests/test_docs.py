@@ -42,6 +42,7 @@ QUICK = ["--max-steps", "1", "--image-size", "32"]
 ELSEWHERE = {
     r"(python|torchrun|horovodrun|srun) .*minimal/\w+\.py": ("test_minimal.py", "def start"),
     r"srun -K .*": ("test_slurm.py", r"\bsrun -K"),  # finds them in README.md by itself
+    r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun .*": ("test_elastic.py", "def command"),
     r"sbatch .*": ("test_slurm.py", "distributed_slurm.sbatch"),
     r"tests/slurm/cluster\.sh start": ("test_slurm.py", "{CLUSTER} start"),
     r"tools/install_horovod\.sh": ("test_horovod.py", "tools/install_horovod.sh"),

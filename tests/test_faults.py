@@ -4,7 +4,6 @@ A run is compared with the uninterrupted one to the bit: weights, buffers, momen
 best accuracy and every line of metrics.jsonl but for its timings.
 """
 
-import contextlib
 import functools
 import os
 import random
@@ -36,6 +35,7 @@ from conftest import (
 )
 
 from tests import nets
+from tests.hosts import Hosts, needs_hosts
 
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
 FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
@@ -722,54 +722,19 @@ def test_a_closed_stdout_ends_no_run(name, work, straight, tmp_path):
     assert output.count("error: ") == 1 and "holds a run (checkpoint.pth): go on with" in output
 
 
-class Hosts:
-    """Two hosts on this machine: network namespaces joined by a cable."""
-
-    def __init__(self):
-        self.names = [f"node{side}{os.getpid()}" for side in "ab"]
-        self.cables = [f"cable{side}{os.getpid()}" for side in "ab"]
-
-    def __enter__(self):
-        with contextlib.ExitStack() as stack:
-            for name in self.names:
-                self.ip(f"netns add {name}")
-                stack.callback(self.ip, f"netns del {name}")
-                self.ip(f"-n {name} link set lo up")
-            (a, b), (left, right) = self.names, self.cables
-            self.ip(f"link add {left} netns {a} type veth peer name {right} netns {b}")
-            for i, (name, cable) in enumerate(zip(self.names, self.cables, strict=True)):
-                self.ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev {cable}")
-            self.cable("up")
-            self.undo = stack.pop_all()
-        return self
-
-    def __exit__(self, *_):
-        self.undo.close()
-
-    def cable(self, state):
-        for name, cable in zip(self.names, self.cables, strict=True):
-            self.ip(f"-n {name} link set {cable} {state}")
-
-    def ip(self, line):
-        subprocess.run(["ip", *line.split()], check=True, timeout=10)
-
-    def start(self, work, folder, *more):
-        """A torchrun agent on each host."""
-        jobs = []
-        for i, name in enumerate(self.names):
-            agent = f"ip netns exec {name} {PYTHON} -m torch.distributed.run --nnodes=2"
-            agent += f" --nproc-per-node=1 --node-rank={i} --master-addr=10.77.0.1"
-            command = [*agent.split(), ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder]
-            env = ONE_THREAD | {"GLOO_SOCKET_IFNAME": self.cables[i]}
-            jobs.append(Job([*command, *more], work, env))
-        return jobs
+def start_on(hosts, work, folder, *more):
+    """A torchrun on each host."""
+    jobs = []
+    for i in (0, 1):
+        agent = f"{PYTHON} -m torch.distributed.run --nnodes=2 --nproc-per-node=1"
+        agent += f" --node-rank={i} --master-addr=host-a"
+        command = [*agent.split(), ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder]
+        jobs.append(hosts.start(i, [*command, *more], work, ONE_THREAD))
+    return jobs
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    (os.getuid() != 0 or not shutil.which("ip")) and "CI" not in os.environ,
-    reason="needs root and iproute2",
-)
+@needs_hosts
 @pytest.mark.parametrize("fault", ["cable", "suspended"])
 def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
     """The cable is cut: no connection is reset, nothing comes any more. Or a process is suspended.
@@ -780,8 +745,8 @@ def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
     a suspended process is left alone, and ends soon after it is continued.
     """
     folder, limit = tmp_path / "c", 10
-    with Hosts() as hosts:
-        jobs = hosts.start(work, folder, "--dist-timeout", limit)
+    with Hosts("host-a", "host-b") as hosts:
+        jobs = start_on(hosts, work, folder, "--dist-timeout", limit)
         jobs[0].wait_for(r"epoch 0 \[13/")
         (training,) = processes(jobs[1])[1]
         if fault == "cable":
@@ -799,7 +764,7 @@ def test_two_hosts_lose_each_other(fault, work, straight, tmp_path):
         assert codes == (1, 1) and len(said[0]) == len(said[1]) == 1, outputs
         assert "no sign of rank 1" in said[0][0], outputs
         hosts.cable("up")
-        codes = [job.wait(120) for job in hosts.start(work, folder, "--resume", "auto")]
+        codes = [job.wait(120) for job in start_on(hosts, work, folder, "--resume", "auto")]
         assert [code for code, _ in codes] == [0, 0], codes
     same_run(folder, straight("distributed"))
 
