@@ -25,10 +25,11 @@ PROBE = {
     "import os": "import datetime",
     "def main():": """
     torch.set_num_threads(1)  # as torchrun has it
-    seen, validated, gradients = [], [], []""",
+    seen, validated, gradients, rates = [], [], [], []""",
     "    for epoch in range(EPOCHS):": """
         seen.append([])
-        validated.append([])""",
+        validated.append([])
+        rates.append(optimizer.param_groups[0]["lr"])""",
     "        for images, target in train_loader:": """
             seen[-1].append(images)
             gradients.append(net[2].bias.grad)  # of the step before""",
@@ -36,8 +37,7 @@ PROBE = {
                 validated[-1].append(images)""",
     "    dist.destroy_process_group()": """
     probe = {"seen": seen, "validated": validated, "gradients": gradients, "random": torch.rand(1)}
-    probe |= {"state": net.state_dict(), "lr": optimizer.param_groups[0]["lr"]}
-    torch.save(probe, f"rank{rank}.pth")""",
+    torch.save(probe | {"state": net.state_dict(), "rates": rates}, f"rank{rank}.pth")""",
 }
 # As if each process had a machine of its own.
 NODES = ("    world_size = int(", "    local_rank = 0\n    world_size = int(")
@@ -155,7 +155,7 @@ def test_no_set_epoch(trained):
 
 
 def test_no_sampler(trained):
-    """Each process takes all images: a step has twice as many, and an epoch takes as long."""
+    """Each process takes all images, not a part of them: an epoch takes as long as on one GPU."""
     for name, count, common in [("no_sampler", 1408, 1300), (None, 704, 0)]:
         for one, other in trained(name).shares():
             assert len(one) == len(other) == count
@@ -250,9 +250,9 @@ def test_plateau_per_process(trained):
     reduce = "        dist.all_reduce(correct)  # the sum over all processes\n"
     wrong = trained("plateau_per_process", epochs=8)
     right = trained("plateau_per_process", (step + reduce, reduce + step), epochs=8)
-    one, other = (rank["lr"] for rank in wrong.ranks())
+    one, other = (rank["rates"] for rank in wrong.ranks())
     assert one != other and wrong.differing()
-    one, other = (rank["lr"] for rank in right.ranks())
+    one, other = (rank["rates"] for rank in right.ranks())
     assert one == other and right.differing() == set()
 
 
@@ -341,8 +341,9 @@ def test_module_keys(trained):
 @pytest.mark.full
 def test_local_rank_0(trained):
     """Each line stands there twice, from two machines."""
-    twice, once = trained("local_rank_0", NODES).output, trained(None, NODES).output
-    assert sorted(twice.splitlines()) == sorted(2 * once.splitlines())
+    runs = trained("local_rank_0", NODES), trained(None, NODES)
+    twice, once = (re.findall(r"epoch \d+: \S+ % correct", run.output) for run in runs)
+    assert sorted(twice) == sorted(2 * once) and len(once) == 2
 
 
 # It hangs, or ends with an error.
@@ -358,28 +359,28 @@ def ends_with(pattern, run, epochs=()):
 @pytest.mark.full
 def test_all_reduce_on_rank_0(trained):
     assert ends_with("Timed out waiting 10000ms", trained("all_reduce_on_rank_0", LIMIT))
-    assert trained(None, LIMIT).accuracies()
+    assert trained().accuracies()
 
 
 @pytest.mark.full
 def test_model_on_rank_0(trained):
     assert ends_with("Timed out waiting 10000ms", trained("model_on_rank_0", LIMIT))
     mended = ("                output = model(", "                output = net(")
-    assert trained("model_on_rank_0", mended, LIMIT).accuracies()
+    assert trained("model_on_rank_0", mended).accuracies()
 
 
 @pytest.mark.full
 def test_uneven_parts(trained):
     """480, 479 and 479 images: in batches of 32 the first process has one step more."""
     three = ("BATCH_SIZE = 64", "BATCH_SIZE = 96")
-    assert ends_with("collective mismatch", trained("uneven_parts", three, LIMIT, ranks=3))
-    right = trained(None, three, LIMIT, ranks=3)
+    assert ends_with("mismatch|Timed out|by peer", trained("uneven_parts", three, LIMIT, ranks=3))
+    right = trained(None, three, ranks=3)
     assert [len(rank["seen"][0]) for rank in right.ranks()] == [15, 15, 15]
 
 
 @pytest.mark.full
 def test_early_stop_on_rank_0(trained):
-    assert ends_with("closed by peer", trained("early_stop_on_rank_0", LIMIT, epochs=5), [0])
+    assert ends_with("by peer", trained("early_stop_on_rank_0", LIMIT, epochs=5), [0])
     assert len(trained(epochs=5).accuracies()) == 5
 
 
