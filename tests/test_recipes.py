@@ -187,10 +187,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 KILLED = {
     "ema": [2],
-    "adamw ema": [1],
+    "adamw ema": [1, "--lr", "0.01"],
     "accumulate": [1, "--accumulate", "4"],
     "clip": [1, "--precision", "fp16"],
-    "adamw": [1, "--lr", "0.01"],
     "mixup_cutmix": [2],
 }
 
