@@ -19,7 +19,7 @@ from common.loader import TrainSampler
 from tests.hosts import Hosts, needs_hosts
 
 DOCUMENT = (ROOT / "docs/elastic.md").read_text()
-# 29 steps an epoch, on a model without BatchNorm: the same with every number of processes.
+# 29 steps an epoch. The model has no BatchNorm: it trains the same with any number of processes.
 FLAGS = "--arch tests.braked:net --image-size 24 --batch-size 48 -p 1 -j 1 --epochs 9".split()
 FLAGS += ["--max-steps", "250"]
 STEP = r"^epoch \d+ \[\d+/"
