@@ -71,3 +71,9 @@ class Hosts:
         inside = ["ip", "netns", "exec", self.spaces[i], "unshare", *own]
         name = self.names[i].split()[-1]
         return Job([*inside, "sh", "-c", shell, name, *command], cwd, env)
+
+
+def first_child(job):
+    """The pid of the first process that the job's own has started."""
+    pid = job.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from conftest import PYTHON, ROOT, forked, last_result, load, rows, run
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from common.loader import TrainSampler
-from tests.hosts import Hosts, needs_hosts
+from tests.hosts import Hosts, first_child, needs_hosts
 
 DOCUMENT = (ROOT / "docs/elastic.md").read_text()
 # 29 steps an epoch. The model has no BatchNorm: it trains the same with any number of processes.
@@ -73,15 +72,6 @@ def finish(jobs, code=0, timeout=120):
     ends = [job.wait(timeout) for job in jobs]
     assert [ended for ended, _ in ends] == [code] * len(jobs), ends
     return [output for _, output in ends]
-
-
-def worker(job):
-    """The pid of the process that torchrun has started."""
-    for pid in job.pids():
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(
-            job.process.pid
-        ):
-            return pid
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +155,7 @@ def test_a_host_is_added_a_process_is_killed_and_then_the_host_of_the_rendezvous
         a = hosts.join(0)
         a.wait_for(TWO, 120)
         a.wait_for(STEP)
-        os.kill(worker(b), signal.SIGKILL)
+        os.kill(first_child(b), signal.SIGKILL)
         a.wait_for(r"^resumed from .* at epoch", 120)  # with both again, or with one of them first
         a.wait_for(STEP)
         b.process.kill()

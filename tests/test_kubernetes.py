@@ -8,14 +8,13 @@ import copy
 import os
 import re
 import signal
-from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
 from conftest import PYTHON, ROOT, forked, load, run, same_state
 
-from tests.hosts import Hosts, needs_hosts
+from tests.hosts import Hosts, first_child, needs_hosts
 
 SERVICE, JOB = yaml.safe_load_all((ROOT / "docs/kubernetes.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
@@ -102,8 +101,7 @@ class Pods(Hosts):
 
 def terminate(job):
     """As Kubernetes does it: SIGTERM to process 1 of the pod, SIGKILL after the grace period."""
-    (first,) = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
-    os.kill(int(first), signal.SIGTERM)
+    os.kill(first_child(job), signal.SIGTERM)
 
 
 def end(jobs, code, limit=POD["terminationGracePeriodSeconds"]):
