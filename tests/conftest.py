@@ -63,7 +63,8 @@ def pytest_configure(config):
 
 
 # What takes longest comes first, or one core would wait for the other at the end.
-LONGEST = "models faults docs slurm scripts horovod rehearsal benchmark apex errors".split()
+LONGEST = "models faults docs slurm scripts horovod bugs recipes elastic fsdp rehearsal".split()
+LONGEST += "benchmark apex errors".split()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -88,7 +88,7 @@ def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_p
 
 def test_goes_on_where_ddp_stopped_and_back(work, tmp_path):
     """In mid-epoch, and with another number of processes: without BatchNorm they train the same."""
-    flags = [*NORMED, "--arch", "tests.nets:plain", "--max-steps"]
+    flags = [*NORMED, "--arch", "tests.nets:smooth", "--max-steps"]
     three = forked("fsdp_distributed.py", ranks=3)
     for number, command in enumerate((DDP, FSDP, three, DDP), start=1):
         command = [*command, *flags, str(9 * number), "--checkpoint-dir", tmp_path / "c"]
@@ -130,7 +130,7 @@ def test_a_process_with_a_batch_less_takes_part_in_all_gathers(work, tmp_path):
 @pytest.mark.full
 def test_nodes_keep_a_copy_each(work, tmp_path):
     """Two nodes of two processes: parts of halves, and the weights of four processes of one."""
-    flags = [*NORMED, "--arch", "tests.nets:plain", "--max-steps", "12", "--checkpoint-dir"]
+    flags = [*NORMED, "--arch", "tests.nets:smooth", "--max-steps", "12", "--checkpoint-dir"]
     run([*forked("fsdp_distributed.py", ranks=4), *flags, tmp_path / "one"], work)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
