@@ -11,7 +11,7 @@ class ResidentLoader:
     """
 
     def __init__(self, dataset, sampler, batch_size, workers, device):
-        self.dataset = dataset
+        self.dataset, self.batch_size = dataset, batch_size
         self.keys = BatchSampler(sampler, batch_size, drop_last=False)
         image, _ = dataset[next(iter(sampler))]
         channels, height, width = image.shape

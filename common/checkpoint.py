@@ -153,7 +153,8 @@ class Run:
         """Fill them from the checkpoint, if there is one; from now on save() saves them.
 
         What else the groups of the optimizer hold (momentum, weight decay) stays the command
-        line's. So does the learning rate, from the next step on.
+        line's. So does the learning rate, from the next step on. With args.evaluate the model is
+        all that is filled. Raises ValueError for an optimizer with other groups.
         """
         self.net, self.optimizer, self.scaler, self.meters = net, optimizer, scaler, meters
         if optimizer.defaults.get("dampening") == 0:
@@ -165,7 +166,13 @@ class Run:
         if self.checkpoint is None:
             return
         net.load_state_dict(self.checkpoint["state_dict"])
+        if self.args["evaluate"]:
+            return
         saved = self.checkpoint["optimizer"]
+        groups = len(saved["param_groups"]), len(optimizer.param_groups)
+        if groups[0] != groups[1]:
+            trained = f"{self.path} was trained with {groups[0]} groups of parameters"
+            raise ValueError(f"{trained}, this optimizer has {groups[1]}")
         pairs = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
         groups = [now | {"params": old["params"], "lr": old["lr"]} for now, old in pairs]
         optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})

@@ -42,7 +42,7 @@ def pick_device(local_rank, local_world_size, args):
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None
     if flags.get("precision") == "bf16" and torch.cuda.get_device_capability() < (8, 0):
-        raise ValueError("this GPU has no bf16, which is the default: add --precision fp16")
+        raise ValueError("this GPU has no bf16, which is the default: add --precision fp16 or fp32")
     torch.backends.cudnn.benchmark = True
     return device
 
