@@ -375,6 +375,21 @@ def test_momentum_of_other_parameters_is_refused(tmp_path):
         run.restore(net, optimizer, torch.amp.GradScaler("cpu", enabled=False), [])
 
 
+def test_another_number_of_groups_is_said_and_evaluated(tmp_path):
+    """As recipes/adamw.diff makes them: a script without it can evaluate what it has trained."""
+    fine_tuning(tmp_path).save()
+    net, scaler = nets.normed(10), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
+    with pytest.raises(ValueError, match=r"checkpoint.pth was trained with 2 groups .* has 1$"):
+        opened(tmp_path, "auto").restore(net, optimizer, scaler, [])
+    run = opened(tmp_path, "auto")
+    run.args["evaluate"] = True
+    net = nets.normed(10)
+    run.restore(net, optimizer, scaler, [])
+    saved = load(tmp_path)["state_dict"]
+    assert all(value.equal(saved[name]) for name, value in net.state_dict().items())
+
+
 def banner(run, capsys):
     args = {"precision": "fp32", "lr": 0.1, "image_size": 24, "pretrained": False}
     run.args = args | {"warmup_epochs": 1.0} | run.args
