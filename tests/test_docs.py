@@ -500,7 +500,8 @@ def test_accuracies_are_those_of_torchvision():
 def test_measurements_are_of_scripts_that_exist():
     runs = json.loads(read("results/strategies.json"))["runs"]
     scripts = {f"{name}.py" for name in generate.SCRIPTS}
-    assert scripts >= {run["script"] for run in runs} >= scripts - {"apex_distributed.py"}
+    not_measured = {"apex_distributed.py", "fsdp_distributed.py"}
+    assert scripts >= {run["script"] for run in runs} >= scripts - not_measured
     assert all(run["images_per_second"] > 0 for run in runs)
 
 
