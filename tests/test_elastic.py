@@ -102,7 +102,7 @@ def test_one_host_alone_trains(work, tmp_path):
     last_result(output)
     defaults = RendezvousTimeout()
     assert defaults.last_call.seconds == 30 and "waits 30 seconds" in DOCUMENT
-    assert defaults.join.seconds == 600 and "after ten minutes they end" in DOCUMENT
+    assert defaults.join.seconds == 600 and "after ten minutes it gives up" in DOCUMENT
 
 
 def test_a_batch_that_does_not_divide_is_told_what_does():
