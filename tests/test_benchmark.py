@@ -51,6 +51,7 @@ def folder(work, tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_loader(folder):
     results = measure("loader", folder)
     assert [run["name"].split(":")[0] for run in results["runs"]][:2] == ["usual recipe", "ours"]
@@ -120,6 +121,7 @@ def test_missing_matplotlib_is_said(folder, tmp_path):
     assert output == "error: the picture needs matplotlib: pip install -r requirements-dev.txt\n"
 
 
+@pytest.mark.full
 def test_wrong_model_is_said(folder):
     output = run(command("step", "--arch", "resnet19"), folder, PATIENCE, env=PATH, code=1)
     assert "error: unknown --arch resnet19" in output and "Traceback" not in output

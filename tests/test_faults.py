@@ -445,6 +445,7 @@ def test_a_stop_during_validation_takes_effect_after_it(work, straight, tmp_path
     same_run(tmp_path / "c", straight("multiprocessing"))
 
 
+@pytest.mark.full
 def test_a_stop_that_is_seen_at_an_epochs_end_takes_effect_after_it(work, straight, tmp_path):
     """Nothing is printed, so nothing is agreed on, before the epoch's last step."""
     more = ["--checkpoint-freq", "0", "--print-freq", "1000"]
@@ -487,6 +488,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
     assert code == 128 + signal.SIGTERM
 
 
+@pytest.mark.full
 def test_the_number_of_processes_may_change(work, tmp_path):
     """2, 1, 4: the same global batches, so the same weights but for the order of summation."""
     plain = [*FLAGS, "--arch", "tests.nets:plain", "--max-steps"]
@@ -642,6 +644,7 @@ def test_a_stopped_process_is_missed_by_name(work, straight, tmp_path):
     same_run(tmp_path / "c", straight("two"))
 
 
+@pytest.mark.full
 def test_a_run_that_waits_for_images_ends_too(work, tmp_path):
     """The loader's worker is stopped: the main thread would wait for it without limit."""
     job = start("two", tmp_path / "c", work, "--dist-timeout", "10")
@@ -704,6 +707,7 @@ def test_an_error_ends_a_process_that_nobody_listens_to(tmp_path):
     assert process.wait(60) == 1 and not orderly.exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["distributed", full("dataparallel"), full("multiprocessing")],

@@ -105,6 +105,7 @@ def test_is_the_same_as_ddp_with_models_of_torchvision(work, arch):
     assert left == right
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first, second", [("hvd", "ddp"), full("ddp", "hvd")])
 def test_resumes_in_mid_epoch(work, reference, first, second):
     start, folder = {"hvd": horovodrun(2), "ddp": forked(ranks=2)}, f"{first}-to-{second}"

@@ -66,10 +66,10 @@ def launch(processes):
     "command",
     [
         [PYTHON, ROOT / "dataparallel.py"],
-        [PYTHON, ROOT / "distributed.py"],
+        full([PYTHON, ROOT / "distributed.py"]),
         torchrun(2),
         LAUNCH,
-        [PYTHON, ROOT / "multiprocessing_distributed.py"],
+        full([PYTHON, ROOT / "multiprocessing_distributed.py"]),
     ],
     ids=["dataparallel", "python", "torchrun", "launch", "spawn"],
 )
@@ -107,6 +107,7 @@ def test_launchers_write_the_same_weights(work, tmp_path):
     assert (states[0]["epoch"], states[0]["step"]) == (1, 11)
 
 
+@pytest.mark.full
 def test_dataparallel_on_a_cpu_is_distributed_with_one_process(work, tmp_path):
     for name, command in {"a": DATAPARALLEL, "b": DISTRIBUTED}.items():
         run([*command, *NORMED, "--checkpoint-dir", tmp_path / name], work)
@@ -248,6 +249,7 @@ def test_a_finished_run_says_so(work, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("*.pth")}
 
 
+@pytest.mark.full
 def test_a_folder_that_holds_a_run_is_refused(work, tmp_path):
     """With every script; nothing in it or beside it is touched, and --resume auto goes on."""
     folder = tmp_path / "c"

@@ -234,6 +234,7 @@ def test_a_folder_that_is_not_there(work):
     assert f"error: no folder {work}/none for --dist-file" in output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [full("-n4 --gpus-per-node=2"), "--gres gpu:2"])
 def test_a_killed_process_ends_the_step_and_the_next_run_is_not_disturbed(shape, work, tmp_path):
     own = [] if "-n4" in shape else ["--nprocs", "2"]
