@@ -58,8 +58,8 @@ case $name in
     slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" -c "${NCPU:-$(nproc)}" python distributed_slurm_main.py "$@" ;;
     test)
         python -m pip install --quiet -r requirements-dev.txt
-        # Two files of tests at a time.
-        run python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+        # Three files of tests at a time: a test that waits leaves its core to another.
+        run python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
         ;;
     *)
         echo "error: no NAME: $name" >&2

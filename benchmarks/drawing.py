@@ -28,7 +28,7 @@ def draw(pyplot, runs, path):
         shown = [run for run in runs if run["bound"] == bound]
         for row, run in enumerate(shown):
             _draw_bar(axis, row, run, COLOURS[counts.index(run["processes"]) % len(COLOURS)])
-        labels = [_label(run) for run in shown] if axis is axes[0][0] else []
+        labels = [run["strategy"] for run in shown] if axis is axes[0][0] else []
         axis.set_yticks(range(len(shown)), labels)
         axis.set_title(TITLES[bound], fontsize=11)
         axis.set_xlabel("images per second")
@@ -47,8 +47,3 @@ def _draw_bar(axis, row, run, colour):
     errors = [[speed - min(run["all"])], [max(run["all"]) - speed]]  # slowest and fastest round
     axis.barh(row, speed, 0.8, color=colour, xerr=errors, ecolor="#444444")
     axis.text(0, row, f" {speed:.0f}", va="center", fontsize=10)
-
-
-def _label(run):
-    launcher = "DataParallel" if run["launcher"] == "python" else run["launcher"]
-    return launcher

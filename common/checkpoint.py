@@ -165,10 +165,11 @@ class Run:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         if self.checkpoint is None:
             return
-        net.load_state_dict(self.checkpoint["state_dict"])
+        checkpoint, self.checkpoint = self.checkpoint, None  # it takes memory
+        net.load_state_dict(checkpoint["state_dict"])
         if self.args["evaluate"]:
             return
-        saved = self.checkpoint["optimizer"]
+        saved = checkpoint["optimizer"]
         groups = len(saved["param_groups"]), len(optimizer.param_groups)
         if groups[0] != groups[1]:
             trained = f"{self.path} was trained with {groups[0]} groups of parameters"
@@ -181,11 +182,10 @@ class Run:
                 if torch.is_tensor(value) and value.shape == weight.shape:
                     # Fused kernels read both as flat memory: they must lie there in one order.
                     state[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-        if scaler.state_dict().keys() == self.checkpoint["scaler"].keys():  # else another precision
-            scaler.load_state_dict(self.checkpoint["scaler"])
+        if scaler.state_dict().keys() == checkpoint["scaler"].keys():  # else another precision
+            scaler.load_state_dict(checkpoint["scaler"])
         for meter in meters:
-            meter.sum, meter.count = self.checkpoint["meters"][meter.name]
-        self.checkpoint = None  # it takes memory
+            meter.sum, meter.count = checkpoint["meters"][meter.name]
 
     def save(self, row=None, acc1=None):
         """Write checkpoint.pth; the one before becomes checkpoint.prev.pth.

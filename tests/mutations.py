@@ -3,14 +3,18 @@
 $ python tests/mutations.py               all of tests/mutations.txt, one after the other
 $ python tests/mutations.py damaged save  those whose title has one of these words
 
-Each is done in a copy of the project. Exit code 1: a mistake was not noticed.
+Each is done in a copy of the project, one on each core. Before that the tests run in a copy where
+nothing is broken: they must pass there. Exit code 1: a mistake was not noticed.
 """
 
+import os
+import queue
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,28 +45,56 @@ def read():
     return found
 
 
+def run_tests(arguments, folder):
+    command = [sys.executable, "-m", "pytest", "--all", "-x", "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
+    if ended.returncode not in (0, 1):  # 5: no test has such a name
+        raise RuntimeError(f"{arguments}:\n{ended.stdout}{ended.stderr}")
+    return ended
+
+
 def is_noticed(mutation, folder):
     """Whether a test fails; what is broken is whole again afterwards."""
     path = folder / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.right, mutation.wrong))
-    command = [sys.executable, "-m", "pytest", "--all", "-x", "-q", "-p", "no:cacheprovider"]
-    ended = subprocess.run([*command, *mutation.tests], cwd=folder, capture_output=True, text=True)
+    ended = run_tests(mutation.tests, folder)
     path.write_text(text)
-    if ended.returncode not in (0, 1):  # 5: no test has such a name
-        sys.exit(f"{mutation}:\n{ended.stdout}{ended.stderr}")
     return ended.returncode == 1
+
+
+def all_tests(mutations):
+    """The tests of all of them, as arguments of pytest for each file."""
+    names = {}
+    for file, _, name in (mutation.tests for mutation in mutations):
+        names.setdefault(file, []).append(f"({name})")
+    return [[file, "-k", " or ".join(dict.fromkeys(found))] for file, found in names.items()]
 
 
 def main(words):
     chosen = [m for m in read() if not words or any(word in m.title for word in words)]
-    missed = 0
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "copy"
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "checkpoints*")
-        shutil.copytree(ROOT, folder, ignore=ignored)
-        for mutation in chosen:
-            noticed = is_noticed(mutation, folder)
+    cores, free, missed = len(os.sched_getaffinity(0)), queue.SimpleQueue(), 0
+    with tempfile.TemporaryDirectory() as name, ThreadPool(cores) as pool:
+        for number in range(cores):
+            ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "checkpoints*")
+            shutil.copytree(ROOT, Path(name) / str(number), ignore=ignored)
+            free.put(Path(name) / str(number))
+
+        def in_a_copy(function, argument):
+            folder = free.get()
+            try:
+                return argument, function(argument, folder)
+            finally:
+                free.put(folder)
+
+        def each(function, arguments):
+            return pool.imap_unordered(lambda argument: in_a_copy(function, argument), arguments)
+
+        for arguments, ended in each(run_tests, all_tests(chosen)):
+            if ended.returncode:
+                sys.exit(f"fails where nothing is broken: {arguments}\n{ended.stdout}")
+            print(arguments[0], ended.stdout.splitlines()[-1], flush=True)
+        for mutation, noticed in each(is_noticed, chosen):
             missed += not noticed
             print("noticed" if noticed else "MISSED ", mutation.title, flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} noticed")

@@ -18,7 +18,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PYTHON, ROOT, Job, forked, full, last_result, needs_horovod, run
+from conftest import (
+    PYTHON,
+    ROOT,
+    Job,
+    forked,
+    full,
+    last_result,
+    load,
+    needs_horovod,
+    rows,
+    run,
+)
 from scipy.io import savemat
 from torch.utils.data import DistributedSampler
 from torchvision.datasets import imagenet
@@ -47,8 +58,6 @@ ELSEWHERE = {
     r"tests/slurm/cluster\.sh start": ("test_slurm.py", "{CLUSTER} start"),
     r"tools/install_horovod\.sh": ("test_horovod.py", "tools/install_horovod.sh"),
     r"python -m benchmarks\.\w+.*": ("test_benchmark.py", "benchmarks"),
-    # What was measured before keeps the command that measured it.
-    r"python benchmark\.py .*": ("test_benchmark.py", "benchmarks"),
     r"\./start\.sh NAME .*": ("test_docs.py", "def test_start_names"),
     r"\./start\.sh": ("test_docs.py", "def test_first_command"),
     r"\./start\.sh test": ("test_docs.py", "def test_start_runs_the_tests"),
@@ -316,15 +325,19 @@ def test_start_names(name, clone, tmp_path):
 
 @pytest.mark.full
 def test_first_command(clone, tmp_path):
-    """./start.sh, from an empty folder of checkpoints, says what docs/faq.md shows, and learns.
+    """./start.sh, from an empty folder of checkpoints, says what docs/faq.md shows.
 
-    A second one is refused, and its line says what to do.
+    It reaches 97 %. A second one is refused, and its line says what to do.
     """
     folder = tmp_path / "here"
     shutil.copytree(clone, folder, ignore=shutil.ignore_patterns("checkpoints*"))
     env = ACTIVE | {"CUDA_VISIBLE_DEVICES": ""}
     output = run(["./start.sh"], folder, env=env, timeout=300)
-    assert result(output)[1] > 95
+    loss, acc1, acc5 = result(output)
+    assert acc1 >= 97 and acc5 > 99 and loss < 0.2
+    accuracies = [row["acc1"] for row in rows(folder / "checkpoints")]
+    best = load(folder / "checkpoints", "model_best.pth")
+    assert best["best_acc1"] == max(accuracies) == accuracies[best["epoch"] - 1]
 
     def form(line):
         return re.sub(r"\d[\d.e+-]*(cu\d+|cpu)?", "#", line.replace(str(folder), "/home/you/here"))
@@ -500,8 +513,7 @@ def test_accuracies_are_those_of_torchvision():
 def test_measurements_are_of_scripts_that_exist():
     runs = json.loads(read("results/strategies.json"))["runs"]
     scripts = {f"{name}.py" for name in generate.SCRIPTS}
-    not_measured = {"apex_distributed.py", "fsdp_distributed.py"}
-    assert scripts >= {run["script"] for run in runs} >= scripts - not_measured
+    assert scripts >= {run["script"] for run in runs} >= scripts - {"apex_distributed.py"}
     assert all(run["images_per_second"] > 0 for run in runs)
 
 

@@ -279,7 +279,8 @@ def blocks():
     made["memory"] = memory()
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
-    made["scale"] = table("scale", "name", "files", "start_s", "worker_private_mb", "us_per_image")
+    columns = ("index_s", "start_s", "worker_private_mb", "us_per_image")
+    made["scale"] = table("scale", "name", "files", *columns)
     made |= lesson()
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
     for name in MINIMAL:
