@@ -16,12 +16,20 @@ import uuid
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.progress import Progress
+# A thread that waits for others sleeps. By default it spins, which costs nothing on a machine of
+# its own; on one that other tests use too, it is most of what the tests compute.
+PATIENT = {"OMP_WAIT_POLICY": "passive"}
+os.environ |= PATIENT  # is read when torch is loaded
+
+import torch  # noqa: E402
+
+from tests.progress import Progress  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+# What is started under nohup, as the tests may be, ignores this signal otherwise.
+HEAR_SIGHUP = ["env", "--default-signal=HUP"]
 # Fast settings: a small model without BatchNorm on small images, three steps an epoch.
 SMALL = "--arch tests.nets:plain --image-size 24 --batch-size 48 --epochs 2".split()
 
@@ -102,9 +110,9 @@ class Forked:
         quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
         clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
         subprocess.Popen(
-            [PYTHON, ROOT / "tests/forks.py", str(theirs.fileno())],
+            [*HEAR_SIGHUP, PYTHON, ROOT / "tests/forks.py", str(theirs.fileno())],
             cwd=ROOT,
-            env=clean | quiet,
+            env=clean | quiet | PATIENT,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
@@ -148,13 +156,14 @@ class Job:
         clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
         if not self.gpu:  # what the tests hold to the bit is bits of CPUs
             clean["CUDA_VISIBLE_DEVICES"] = ""
-        clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value} | (env or {})
+        clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
+        clean |= PATIENT | (env or {})
         if command[0] is Forked:
             command = [*command[:2], *map(str, command[2:])]
             self.process = Forked(command, cwd, clean)
         else:
             self.process = subprocess.Popen(
-                list(map(str, command)),
+                [*HEAR_SIGHUP, *map(str, command)],
                 cwd=cwd,
                 env=clean,
                 stdin=subprocess.DEVNULL,
