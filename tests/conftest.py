@@ -158,6 +158,8 @@ class Job:
             clean["CUDA_VISIBLE_DEVICES"] = ""
         clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
         clean |= PATIENT | (env or {})
+        paths = (env or {}).get("PYTHONPATH"), str(ROOT / "tests/start")
+        clean["PYTHONPATH"] = ":".join(filter(None, paths))
         if command[0] is Forked:
             command = [*command[:2], *map(str, command[2:])]
             self.process = Forked(command, cwd, clean)
