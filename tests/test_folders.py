@@ -252,16 +252,25 @@ class Failing(io.FileIO):
     readinto = readall = read
 
 
-@pytest.mark.parametrize("error", [Failing.error, MemoryError("no memory")], ids=["disk", "memory"])
-def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, error):
-    """A double of the disk: to have a real one fail takes a kernel's module."""
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [(Failing.error, 1), (MemoryError("no memory"), 1), (MemoryError("no memory"), 2)],
+    ids=["disk", "memory", "memory, for its parts"],
+)
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, error, last):
+    """A double of the disk: to have a real one fail takes a kernel's module.
+
+    The file is opened as a whole, then part by part; the last time it is opened, it fails.
+    """
     write(tmp_path, 2)
     before = content(tmp_path)
     newest = str(tmp_path / NAMES[0])
-    really_open = builtins.open
+    really_open, openings = builtins.open, []
 
     def failing_open(path, *rest, **more):
-        return Failing(path) if path == newest else really_open(path, *rest, **more)
+        openings.append(path)
+        fails = openings.count(newest) == last and path == newest
+        return Failing(path) if fails else really_open(path, *rest, **more)
 
     for module in (builtins, io):
         monkeypatch.setattr(module, "open", failing_open)
