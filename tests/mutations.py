@@ -47,20 +47,17 @@ def read():
 
 def run_tests(arguments, folder):
     command = [sys.executable, "-m", "pytest", "--all", "-x", "-q", "-p", "no:cacheprovider"]
-    ended = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
-    if ended.returncode not in (0, 1):  # 5: no test has such a name
-        raise RuntimeError(f"{arguments}:\n{ended.stdout}{ended.stderr}")
-    return ended
+    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
 
 
 def is_noticed(mutation, folder):
-    """Whether a test fails; what is broken is whole again afterwards."""
+    """Whether a test fails, not merely its file; what is broken is whole again afterwards."""
     path = folder / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.right, mutation.wrong))
     ended = run_tests(mutation.tests, folder)
     path.write_text(text)
-    return ended.returncode == 1
+    return ended.returncode == 1  # 2: not even imported; 5: no test has such a name
 
 
 def all_tests(mutations):
