@@ -301,6 +301,30 @@ def test_two_agents_as_two_nodes(work, tmp_path):
     assert same_state(load(tmp_path / "a"), load(tmp_path / "b"))
 
 
+ORDERS = """
+import sys
+from {module} import TrainSampler, main
+keys = TrainSampler.__iter__
+
+def told(self):
+    order = list(keys(self))
+    print("order", *(index for _, index in order[:20]))
+    return iter(order)
+
+TrainSampler.__iter__ = told
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["distributed", full("dataparallel"), full("fsdp_distributed")])
+def test_each_epoch_has_an_order_of_its_own(module, work, tmp_path):
+    flags = [*SMALL, "--max-steps", "31", "--checkpoint-dir", tmp_path / "c"]
+    code, env = ORDERS.format(module=module), {"PYTHONPATH": str(ROOT)}
+    output = run([*forked("-c"), code, *flags], work, env=env)
+    orders = re.findall(r"^order ([\d ]+)$", output, re.M)
+    assert len(orders) == len({*orders}) == 2, output
+
+
 COUNTER = """
 import collections, json, os, sys
 import torch, torch.distributed as dist
