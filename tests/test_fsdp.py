@@ -146,6 +146,7 @@ def test_nodes_keep_a_copy_each(work, tmp_path):
 
 
 SHARES = """
+import os
 import sys
 import torch
 import common.sharded as sharded
@@ -157,7 +158,8 @@ class Seen(sharded.Parts):
         tensors += [state["momentum_buffer"] for state in self.optimizer.state.values()]
         mine = sum(tensor.to_local().numel() for tensor in tensors)
         whole = sum(tensor.numel() for tensor in tensors)
-        print(f"share {mine / whole:.2f}", tensors[0].device_mesh.shape, flush=True)
+        line = f"share {mine / whole:.2f} {tensors[0].device_mesh.shape}"
+        os.write(1, f"{line}\\n".encode())  # at once: print() writes in pieces
 
 sharded.Parts = Seen
 import fsdp_distributed
