@@ -7,9 +7,9 @@ import queue
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -24,10 +24,12 @@ os.environ |= PATIENT  # is read when torch is loaded
 
 import torch  # noqa: E402
 
+from tests.forks import ask  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+START = {"PYTHONPATH": str(ROOT / "tests/start")}  # each Python runs its sitecustomize.py first
 # What is started under nohup, as the tests may be, ignores this signal otherwise.
 HEAR_SIGHUP = ["env", "--default-signal=HUP"]
 # Fast settings: a small model without BatchNorm on small images, three steps an epoch.
@@ -46,6 +48,22 @@ def forked(script="distributed.py", ranks=1):
     script may be "-c" too. Not for what needs another environment when Python or torch starts.
     """
     return [Forked, ranks, script if script == "-c" else str(ROOT / script)]
+
+
+def forking():
+    """What makes "python", also below a launcher, a fork of a process that has torch already."""
+    start = ROOT / "tests/start"
+    env = {
+        "TEST_FORKS": Forked.server(),
+        "TEST_PYTHON": PYTHON,
+        "PYTHON_EXEC": str(start / "python"),
+    }
+    return env | {"PATH": f"{start}:{Path(PYTHON).parent}:{os.environ['PATH']}"}
+
+
+def without_launchers(env):
+    """As a user's command line has it: no thread count, no ranks, no launcher's variables."""
+    return {k: v for k, v in env.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
 
 
 def full(*parameters):
@@ -90,46 +108,44 @@ def pytest_collection_modifyitems(config, items):
 class Forked:
     """A process of tests/forks.py, as subprocess.Popen shows one."""
 
-    server = None
+    address = None
 
     def __init__(self, command, cwd, env):
         self.args, self.returncode = command, None
-        if Forked.server is None:
-            Forked.server = self._start_server()
-        output, self.stdout = self._pipe()
-        status, self.status = self._pipe()
-        request = {"ranks": command[1], "command": command[2:], "cwd": str(cwd), "env": env}
-        socket.send_fds(self.server, [json.dumps(request).encode()], [output, status])
-        os.close(output)
-        os.close(status)
-        self.pid = int(self.status.readline())
-
-    @staticmethod
-    def _start_server():
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
-        clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
-        subprocess.Popen(
-            [*HEAR_SIGHUP, PYTHON, ROOT / "tests/forks.py", str(theirs.fileno())],
-            cwd=ROOT,
-            env=clean | quiet | PATIENT,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        return ours
-
-    @staticmethod
-    def _pipe():
         read, write = os.pipe()
-        return write, open(read)
+        self.stdout = open(read)  # noqa: SIM115
+        with open(os.devnull) as nothing:
+            files = [nothing.fileno(), write, write]
+            _, ranks, *command = command
+            self.connection = ask(self.server(), command, env, str(cwd), files, ranks)
+        os.close(write)
+        self.pid = int(self.connection.recv(64))
+
+    @classmethod
+    def server(cls):
+        """The address of the process that forks."""
+        if cls.address is None:
+            cls.folder = tempfile.TemporaryDirectory()
+            cls.address = f"{cls.folder.name}/forks"
+            quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
+            cls.process = subprocess.Popen(
+                [*HEAR_SIGHUP, PYTHON, ROOT / "tests/forks.py", "--serve", cls.address],
+                cwd=ROOT,
+                env=without_launchers(os.environ) | quiet | PATIENT | START,
+                stdin=subprocess.PIPE,  # until it is closed: by our end, at the latest
+                start_new_session=True,
+            )
+            deadline = time.monotonic() + 60
+            while not os.path.exists(cls.address):
+                assert cls.process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        return cls.address
 
     def wait(self, timeout=None):
         if self.returncode is None:
-            if not select.select([self.status], [], [], timeout)[0]:
+            if not select.select([self.connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = int(self.status.readline())
+            self.returncode = int(self.connection.recv(64))
         return self.returncode
 
     def poll(self):
@@ -152,18 +168,21 @@ class Job:
     def __init__(self, command, cwd, env=None):
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        # A user's command line: no thread count, no ranks, no launcher's variables.
-        clean = {k: v for k, v in os.environ.items() if not re.match("OMP_|RANK|WORLD_|MASTER_", k)}
+        clean = without_launchers(os.environ)
         if not self.gpu:  # what the tests hold to the bit is bits of CPUs
             clean["CUDA_VISIBLE_DEVICES"] = ""
         clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
         clean |= PATIENT | (env or {})
-        paths = (env or {}).get("PYTHONPATH"), str(ROOT / "tests/start")
+        paths = [(env or {}).get("PYTHONPATH"), START["PYTHONPATH"]]
+        if command[0] is Forked:
+            paths.append(str(ROOT))  # a copy of a script, or code after -c, finds tests.nets
         clean["PYTHONPATH"] = ":".join(filter(None, paths))
         if command[0] is Forked:
             command = [*command[:2], *map(str, command[2:])]
             self.process = Forked(command, cwd, clean)
         else:
+            if "TEST_FORKS" in clean:
+                command = ["python" if part == PYTHON else part for part in command]
             self.process = subprocess.Popen(
                 [*HEAR_SIGHUP, *map(str, command)],
                 cwd=cwd,

@@ -1,12 +1,18 @@
 """Starts scripts as forks of one process that has imported torch: that saves each of them 3 s.
 
 A fork is a process of its own: its memory, signals and exit code are real, and the script's file
-runs from its first line on. How a script is started is not shown by it: the tests of launchers use
-the real ones.
+runs from its first line on, with the common/ beside it. How Python starts is not shown by it: where
+that or its parent matters, the tests use the real one.
+
+tests/start/python calls this file as well, in place of Python: it asks for a fork, passes signals
+on to it, and ends as it does. So a launcher starts forks too.
 """
 
+import contextlib
+import gc
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -16,42 +22,85 @@ import tempfile
 import time
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def serve(connection):
-    """Start what is asked for over `connection`, until its other end is closed.
+def ask(address, command, env, cwd, files, ranks=1):
+    """Ask for a fork. Returns a connection, which receives its pid and later its exit code.
 
-    A request is one packet: a dict as JSON, and with it the files for the output and for what
-    becomes of the process: its pid, then its exit code. Returns in a new process alone, with its
-    request.
+    command: what follows "python" on a command line; files: the numbers of stdin, stdout and
+    stderr. When the connection is closed before, the fork is killed.
     """
-    awaited = {}  # {pid: where its exit code is written to}
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(address)
+    request = {"command": command, "env": env, "cwd": cwd, "ranks": ranks}
+    socket.send_fds(connection, [json.dumps(request).encode()], files)
+    return connection
+
+
+def stand_in(command):
+    """Be the process that a launcher has started, for a fork that does its work."""
+    if command[0] == "-u":
+        del command[0]
+    if command[0].startswith("-") and command[0] not in ("-m", "-c"):
+        os.execv(os.environ["TEST_PYTHON"], [os.environ["TEST_PYTHON"], *command])
+    connection = ask(os.environ["TEST_FORKS"], command, dict(os.environ), os.getcwd(), [0, 1, 2])
+    pid = int(connection.recv(64))
+
+    def tell(number, _):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, tell)
+    code = int(connection.recv(64))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def serve(address):
+    """Start what is asked for at the socket `address`, until stdin is closed.
+
+    Returns in a new process alone, with its request.
+    """
+    asked = {}  # {pid: the connection of who asked for it}
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # writes to that pipe
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"{address}.new")
+    listener.listen(64)
+    os.rename(f"{address}.new", address)
     while True:
-        ready, _, _ = select.select([connection, read], [], [])
+        ready, _, _ = select.select([0, read, listener, *asked.values()], [], [])
+        if 0 in ready:
+            os._exit(0)
         if read in ready:
             os.read(read, 4096)
-            while awaited and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                with open(awaited.pop(ended[0]), "w") as status:
-                    status.write(f"{os.waitstatus_to_exitcode(ended[1])}\n")
-        if connection in ready:
-            request, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
-            if not request:
-                os._exit(0)
-            output, status = files
+            while asked and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                with asked.pop(ended[0]) as connection, contextlib.suppress(OSError):
+                    connection.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+        for pid, connection in asked.items():
+            if connection in ready:  # closed: who asked was killed
+                os.kill(pid, signal.SIGKILL)
+        if listener in ready:
+            connection, _ = listener.accept()
+            request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for stream in (1, 2):
-                    os.dup2(output, stream)
-                os.closerange(3, 1 + max(read, write, output, status, *awaited.values(), 2))
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                 return json.loads(request)
-            os.close(output)
-            os.write(status, f"{pid}\n".encode())
-            awaited[pid] = status
+            for file in files:
+                os.close(file)
+            connection.send(str(pid).encode())
+            asked[pid] = connection
 
 
 def launch(ranks):
@@ -88,31 +137,42 @@ def launch(ranks):
 
 
 def run(request):
-    """Become the script, or the line of code after -c."""
+    """Become what follows "python" on a command line: a script, -m and a module, -c and code."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
     tempfile.tempdir = None  # it is asked for TMPDIR anew
-    script, *flags = request["command"]
     if request["ranks"] > 1:
         launch(request["ranks"])
-    folder = "" if script == "-c" else os.path.dirname(script)
-    # sys.path[0] is this project: code after -c may import it.
-    sys.path[0:0] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
-    if script == "-c":
-        sys.argv = flags
-        sys.argv[0], code = "-c", sys.argv[0]
+    # As Python does: where the script is, or where we are; then PYTHONPATH.
+    kind, *sys.argv = request["command"]
+    if kind not in ("-m", "-c"):
+        sys.argv.insert(0, kind)
+    folder = "" if kind in ("-m", "-c") else os.path.dirname(os.path.abspath(kind))
+    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    if kind == "-c":
+        code, sys.argv[0] = sys.argv[0], "-c"
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [script, *flags]
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(kind, run_name="__main__")
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if sys.argv[1] != "--serve":
+        stand_in(sys.argv[1:])
+    sys.path[0] = PROJECT
     import sklearn.datasets  # noqa: F401  the images of the minimal scripts
 
     import distributed  # noqa: F401  with all that the others need
 
-    run(serve(socket.socket(fileno=int(sys.argv[1]))))
+    with contextlib.suppress(ImportError):
+        import horovod.torch  # noqa: F401
+    # Each fork imports its own: that of a copy may be another.
+    for name in [name for name in sys.modules if re.match(r"(distributed|common)(\.|$)", name)]:
+        del sys.modules[name]
+    gc.collect()
+    gc.freeze()  # or each fork would look at all of it once more when it ends, for 1 s
+    run(serve(sys.argv[2]))

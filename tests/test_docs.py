@@ -23,6 +23,7 @@ from conftest import (
     ROOT,
     Job,
     forked,
+    forking,
     full,
     last_result,
     load,
@@ -235,7 +236,8 @@ def two_nodes(command, clone, folder):
     line = line.replace(DATA, " --data data/small")
     words = ["env", *line.split(), *SMALL, *QUICK, "--checkpoint-dir", str(folder / "c")]
     lines = [[w.replace("rank=0", f"rank={rank}") for w in words] for rank in (0, 1)]
-    nodes = [Job(line, clone, ACTIVE | {"PET_MASTER_PORT": port}) for line in lines]
+    env = ACTIVE | forking() | {"PET_MASTER_PORT": port}
+    nodes = [Job(line, clone, env) for line in lines]
     ends = [node.wait(150) for node in nodes]
     assert [code for code, _ in ends] == [0, 0], ends
     assert "distributed.py: processes: 2, " in ends[0][1] + ends[1][1]
@@ -315,7 +317,8 @@ def test_start_names(name, clone, tmp_path):
     if name == "horovod":
         needs_horovod()
     flags = ["--data", "data/small", *SMALL, *QUICK, "--checkpoint-dir", str(tmp_path / "c")]
-    output = run(["./start.sh", name, *flags], clone, env=ACTIVE)
+    env = ACTIVE if name == "launch" else ACTIVE | forking()
+    output = run(["./start.sh", name, *flags], clone, env=env)
     result(output)
     (started,) = re.findall(r"^\+ (.*)", output, re.M)
     assert short(started) == short(STARTED[name])
@@ -353,7 +356,7 @@ def test_first_command(clone, tmp_path):
     assert short(STARTED["distributed"]) == short(first[0][2:])
 
     before = {path: path.stat() for path in (folder / "checkpoints").iterdir()}
-    lines = run(["./start.sh"], folder, env=env, code=1).splitlines()  # torchrun makes 1 of 2
+    lines = run(["./start.sh"], folder, env=env | forking(), code=1).splitlines()  # torchrun: 1
     said = f"error: {folder}/checkpoints holds a run (checkpoint.pth): "
     said += "go on with --resume auto, or give another --checkpoint-dir"
     assert [line for line in lines if "error: " in line] == [said]
@@ -393,7 +396,8 @@ def test_a_script_alone_runs_with_what_may_do_nothing(clone, tmp_path):
     stubs = "\n".join(["import contextlib", *stubs, "\n\ndef main"])
     (clone / "alone.py").write_text(text.replace("def main", stubs, 1))
     command = ["torchrun", "--standalone", "--nproc-per-node=2", "alone.py", *QUICK]
-    output = run(["env", *command, "--checkpoint-dir", tmp_path / "c"], clone, env=ACTIVE)
+    env = ACTIVE | forking()
+    output = run(["env", *command, "--checkpoint-dir", tmp_path / "c"], clone, env=env)
     (clone / "alone.py").unlink()
     result(output)
 
@@ -401,7 +405,9 @@ def test_a_script_alone_runs_with_what_may_do_nothing(clone, tmp_path):
 @pytest.mark.full
 def test_start_chooses_the_number_of_processes(clone, tmp_path):
     flags = [*QUICK, "--checkpoint-dir", tmp_path / "c"]
-    output = run(["./start.sh", "distributed", *flags], clone, env=ACTIVE | {"NGPU": "1"})
+    output = run(
+        ["./start.sh", "distributed", *flags], clone, env=ACTIVE | forking() | {"NGPU": "1"}
+    )
     assert "global batch 64 = 1 x 64" in output and "--nproc-per-node=1" in output
 
 
@@ -413,7 +419,7 @@ EXAMPLES = [e for e in re.findall(r"^#   (\w+=.*?)  ", read("start.sh"), re.M) i
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_of_start(example, clone, tmp_path):
     flags = [*QUICK, "--checkpoint-dir", tmp_path / "c"]
-    output = run(["env", *example.split(), *flags], clone, env=ACTIVE)
+    output = run(["env", *example.split(), *flags], clone, env=ACTIVE | forking())
     assert output.startswith("+ torchrun --standalone --nproc-per-node=2 distributed.py")
     result(output)
 

@@ -182,7 +182,7 @@ def test_killed_and_resumed_is_straight_through(name, work, straight, tmp_path):
     assert second["epoch"] == 0 and second["step"] > first["step"]
 
     before = leaked_shared_memory()  # SIGKILL may come before torch has unlinked what it made
-    output = finish(start(name, folder, work, "--resume", "auto"))
+    output = resume(name, folder, work)
     assert resumed_where_it_stood(output, second), output
     same_run(folder, straight(name))
     assert set(leaked_shared_memory()) <= set(before)

@@ -6,7 +6,19 @@ import socket
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, Job, assert_close, forked, full, last_result, load, rows, run
+from conftest import (
+    PYTHON,
+    ROOT,
+    Job,
+    assert_close,
+    forked,
+    forking,
+    full,
+    last_result,
+    load,
+    rows,
+    run,
+)
 from torch import nn
 from torchvision import models
 
@@ -74,10 +86,9 @@ def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_p
         assert text.count(ours) == 1
         (tmp_path / name).write_text(text.replace(ours, plain))
     flags = "--arch resnet18 --image-size 32 --batch-size 32 --max-steps 6 -j 0".split()
-    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
-    run([*torchrun, tmp_path / "distributed.py", *flags, "--checkpoint-dir", ddp], work)
-    run([*torchrun, ROOT / "fsdp_distributed.py", *flags, "--checkpoint-dir", fsdp], work)
+    run([*forked(tmp_path / "distributed.py", 2), *flags, "--checkpoint-dir", ddp], work)
+    run([*forked("fsdp_distributed.py", 2), *flags, "--checkpoint-dir", fsdp], work)
     states = load(ddp), load(fsdp)
     for key, weight in states[0]["state_dict"].items():
         assert weight.equal(states[1]["state_dict"][key]), key
@@ -138,7 +149,7 @@ def test_nodes_keep_a_copy_each(work, tmp_path):
     node = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d".split()
     node += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes"]
     command = [PYTHON, *node, ROOT / "fsdp_distributed.py", *flags, tmp_path / "two"]
-    jobs = [Job(command, work) for _ in "01"]
+    jobs = [Job(command, work, forking()) for _ in "01"]
     outputs = [job.wait(150) for job in jobs]
     assert [code for code, _ in outputs] == [0, 0], outputs
     assert "processes: 4, gloo, cpu" in "".join(output for _, output in outputs)

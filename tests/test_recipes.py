@@ -21,6 +21,7 @@ from conftest import (
     Forked,
     Job,
     forked,
+    forking,
     last_result,
     load,
     needs_horovod,
@@ -376,7 +377,7 @@ def test_text(tmp_path):
     copy(tmp_path / "here", "text")
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     flags = "distributed.py --lr 8 -j 1".split()
-    output = run([*torchrun, *flags], tmp_path / "here")
+    output = run([*torchrun, *flags], tmp_path / "here", env=forking())
     acc1 = last_result(output)[1]
     assert acc1 > 75
     assert not (tmp_path / "here/data").exists()
@@ -484,10 +485,7 @@ def test_commands_of_the_page(number, work, tmp_path):
             patch(tmp_path / "here", line.removeprefix("patch "))
             continue
         flags = COMMAND.fullmatch(line)[1].replace("/path/to/own", str(tmp_path / "own")).split()
-        command = forked(script, 2)
-        if "recipes/text" in BLOCKS[number]:  # a fork has another module `distributed`
-            command = [PYTHON, script]
-        words = [*command, *flags, *"--max-steps 1 --image-size 32 -j 1".split()]
+        words = [*forked(script, 2), *flags, *"--max-steps 1 --image-size 32 -j 1".split()]
         last_result(run(words, tmp_path / "here", env={"TORCH_HOME": str(tmp_path)}))
 
 
@@ -516,7 +514,7 @@ def test_runs_in_other_scripts(name, script, work, tmp_path):
         elif which == "multiprocessing_distributed":
             command = [*forked(path), "--nprocs=2"]
         folder = tmp_path / f"{number}/c"
-        env = ONE_THREAD | {"PYTHONPATH": str(ROOT)}  # for --arch
+        env = ONE_THREAD | forking() | {"PYTHONPATH": str(ROOT)}  # for --arch
         run([*command, *flags, "--checkpoint-dir", folder], work, env=env)
         ends.append(load(folder))
     if script != "fsdp_distributed":  # which adds up in another order

@@ -24,6 +24,7 @@ from conftest import (
     SMALL,
     Job,
     forked,
+    forking,
     full,
     last_result,
     load,
@@ -89,8 +90,9 @@ def test_trains_on_the_digits_with_the_default_model(command, work, tmp_path):
 
 
 def test_launchers_write_the_same_weights(work, tmp_path):
+    env = ONE_THREAD | forking()
     for name, command in {"a": torchrun(2), "b": launch(2), "c": [*SPAWN, "--nprocs=2"]}.items():
-        run([*command, *NORMED, "--checkpoint-dir", tmp_path / name], work, env=ONE_THREAD)
+        run([*command, *NORMED, "--checkpoint-dir", tmp_path / name], work, env=env)
     states = [load(tmp_path / name) for name in "abc"]
     assert same_state(states[0], states[1]) and same_state(states[0], states[2])
     metrics = [rows(tmp_path / name, timings=False) for name in "abc"]
@@ -293,7 +295,8 @@ def test_two_agents_as_two_nodes(work, tmp_path):
         ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes"],
     ]
     command = [PYTHON, *nodes[0], *nodes[1], ROOT / "distributed.py", *NORMED]
-    jobs = [Job([*command, "--checkpoint-dir", tmp_path / "a"], work, ONE_THREAD) for _ in "01"]
+    env = ONE_THREAD | forking()
+    jobs = [Job([*command, "--checkpoint-dir", tmp_path / "a"], work, env) for _ in "01"]
     outputs = [job.wait(150) for job in jobs]
     assert [code for code, _ in outputs] == [0, 0], outputs
     assert sorted("global batch 48 = 2 x 24" in output for _, output in outputs) == [False, True]
@@ -378,7 +381,7 @@ def test_a_script_and_common_work_elsewhere(script, work, tmp_path):
     shutil.copytree(ROOT / "common", tmp_path / "common")
     (tmp_path / "mine.py").write_text((ROOT / "tests/nets.py").read_text())
     command = f"{PYTHON} {script}.py --arch mine:plain --image-size 24 --max-steps 3".split()
-    last_result(run(command, tmp_path))
+    last_result(run(command, tmp_path, env={} if script == "distributed" else forking()))
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
     assert left == {f"{script}.py", "common", "mine.py", "data", "checkpoints"}
 
@@ -419,7 +422,7 @@ def test_mixed_precision_on_a_cpu(precision, work, tmp_path):
 @pytest.mark.parametrize("script", ["distributed.py", "fsdp_distributed.py"])
 def test_compiled_trains_alike(script, work, tmp_path):
     for name, flags in {"a": [], "b": ["--compile"]}.items():
-        command = [*torchrun(2, script), *SMALL, "--max-steps", "4", *flags]
+        command = [*forked(script, 2), *SMALL, "--max-steps", "4", *flags]
         run([*command, "--checkpoint-dir", tmp_path / name], work, timeout=300, env=ONE_THREAD)
     a, b = load(tmp_path / "a")["state_dict"], load(tmp_path / "b")["state_dict"]
     assert a.keys() == b.keys()

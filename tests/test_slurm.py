@@ -19,6 +19,7 @@ from conftest import (
     Job,
     assert_close,
     forked,
+    forking,
     full,
     last_result,
     load,
@@ -108,7 +109,8 @@ QUICK = ["a task per node of two", "a task per GPU"]
 def test_two_processes_are_the_two_of_distributed(shape, work, two, tmp_path):
     options, flags = SHAPES[shape]
     flags = [*flags.split(), "--epochs", "2", "--checkpoint-dir", tmp_path / "run"]
-    output = run(srun(options, *NORMED, *flags), work, env=THREADS)
+    env = THREADS if shape in QUICK else THREADS | forking()
+    output = run(srun(options, *NORMED, *flags), work, env=env)
     assert "distributed_slurm_main.py: processes: 2, gloo, cpu" in output
     assert same_state(load(tmp_path / "run"), load(two[0]))
     assert rows(tmp_path / "run", timings=False) == rows(two[0], timings=False)
@@ -122,8 +124,8 @@ def test_resume_a_run_of_the_other_in_mid_epoch(work, two, tmp_path):
     launchers = srun("-N2 --gres gpu:1"), TWO
     for first, second in (launchers, launchers[::-1]):
         flags = [*NORMED, "--epochs", "2", "--checkpoint-dir", tmp_path / str(first is TWO)]
-        run([*first, *flags, "--max-steps", "40"], work, env=THREADS)
-        output = run([*second, *flags, "--resume", "auto"], work, env=THREADS)
+        run([*first, *flags, "--max-steps", "40"], work, env=THREADS | forking())
+        output = run([*second, *flags, "--resume", "auto"], work, env=THREADS | forking())
         assert "at epoch 1 step 11" in output
         assert same_state(load(flags[-1]), load(two[0]))
         assert rows(flags[-1], timings=False)[-1] == rows(two[0], timings=False)[-1]
@@ -147,7 +149,7 @@ def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
     smooth = [*NORMED, "--arch", "tests.nets:smooth", "--epochs", "2", "--max-steps"]
     for number, (command, env) in enumerate(commands, start=1):
         flags = [*smooth, str(5 * number), "--checkpoint-dir", tmp_path / "c", "--resume", "auto"]
-        output = run([*command, *flags], work, env=THREADS | env)
+        output = run([*command, *flags], work, env=THREADS | forking() | env)
         assert number == 1 or re.search(r"resumed from .*/checkpoint.pth at epoch \d", output), (
             output
         )
@@ -157,9 +159,10 @@ def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
 
 @pytest.mark.full
 def test_nodes_with_different_process_counts(work, tmp_path):
-    command = f"exec {PYTHON} {SCRIPT} --nprocs $((SLURM_NODEID + 1)) " + '"$@"'
+    command = f"exec python {SCRIPT} --nprocs $((SLURM_NODEID + 1)) " + '"$@"'
     flags = [*NORMED, "--max-steps", "5", "--checkpoint-dir", tmp_path / "run"]
-    output = run(["srun", "-K", "-N2", "--gpus=3", "bash", "-c", command, "bash", *flags], work)
+    line = ["srun", "-K", "-N2", "--gpus=3", "bash", "-c", command, "bash"]
+    output = run([*line, *flags], work, env=forking())
     assert "processes: 3, gloo, cpu" in output
     assert rows(tmp_path / "run")[0]["world_size"] == 3
 
@@ -184,7 +187,7 @@ def test_command_of_the_documents(command, work, tmp_path):
     output = run(
         ["env", *line.split(), *NORMED, "--max-steps", "2"],
         tmp_path,
-        env={"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"},
+        env=forking(),
     )
     assert f"processes: {8 if 'ntasks' in command else 2}, gloo, cpu" in output
     assert "start.sh" not in command or re.search(r"^\+ srun -K -N2 --gres gpu:\d -c", output)
@@ -195,7 +198,7 @@ def test_command_of_the_documents(command, work, tmp_path):
 def test_two_jobs_on_one_node_at_once(work, tmp_path):
     flags = [*NORMED, "--epochs", "2", "--checkpoint-dir"]
     options = "-N1 -w n1 --ntasks-per-node=2 --gpus-per-node=2"
-    jobs = [Job(srun(options, *flags, tmp_path / name), work) for name in "ab"]
+    jobs = [Job(srun(options, *flags, tmp_path / name), work, forking()) for name in "ab"]
     for job in jobs:
         code, output = job.wait(120)
         assert code == 0, output
@@ -259,7 +262,8 @@ def test_a_killed_process_ends_the_step_and_the_next_run_is_not_disturbed(shape,
     assert re.search("rank 3 failed: .*SIGKILL" if own else "task 3: Killed", output), output
 
     (stale,) = work.glob("stale.*")
-    run(srun(f"-N2 {shape}", *flags, "--max-steps", "3", "--checkpoint-dir", tmp_path / "b"), work)
+    flags += ["--max-steps", "3", "--checkpoint-dir", tmp_path / "b"]
+    run(srun(f"-N2 {shape}", *flags), work, env=forking())
     assert rows(tmp_path / "b")[0]["world_size"] == 4
     assert list(work.glob("stale.*")) == [stale]
     stale.unlink()
