@@ -90,16 +90,19 @@ def serve(address):
         if listener in ready:
             connection, _ = listener.accept()
             request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+            if not request:  # who asks was killed before
+                continue
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for number, file in enumerate(files):
                     os.dup2(file, number)
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+                os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
                 return json.loads(request)
             for file in files:
                 os.close(file)
-            connection.send(str(pid).encode())
+            with contextlib.suppress(OSError):
+                connection.send(str(pid).encode())
             asked[pid] = connection
 
 
@@ -149,7 +152,7 @@ def run(request):
     kind, *sys.argv = request["command"]
     if kind not in ("-m", "-c"):
         sys.argv.insert(0, kind)
-    folder = "" if kind in ("-m", "-c") else os.path.dirname(os.path.abspath(kind))
+    folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.abspath(kind)))
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
     if kind == "-c":
         code, sys.argv[0] = sys.argv[0], "-c"

@@ -1,0 +1,43 @@
+"""A fork in place of Python is told and tells what Python would be told and would tell."""
+
+import os
+import signal
+import time
+
+import pytest
+from conftest import PYTHON, ROOT, Job, forking, run
+
+SAYS = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MINE'], sys.path[0], __name__)"
+
+
+@pytest.mark.parametrize("kind", ["-c", "-m", "script"])
+def test_a_fork_is_called_as_python_is(kind, tmp_path):
+    (tmp_path / "said.py").write_text(f"{SAYS}\nsys.exit(3)")
+    words = {"-c": ["-c", f"{SAYS}\nsys.exit(3)"], "-m": ["-m", "said"], "script": ["said.py"]}
+    command = [PYTHON, "-u", *words[kind], "--flag", "a b"]
+    shown = [run(command, tmp_path, env=env | {"MINE": "1"}, code=3) for env in ({}, forking())]
+    assert shown[0] == shown[1] and "'--flag', 'a b'" in shown[0]
+
+
+def test_a_fork_has_the_common_beside_its_script(tmp_path):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/device.py").write_text("print('mine')")
+    (tmp_path / "said.py").write_text("import common.device")
+    assert run([PYTHON, "said.py"], tmp_path, env=forking()) == "mine\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_fork_ends_with_what_the_launcher_has_started(number, tmp_path):
+    code = "import os, time; print(os.getpid()); time.sleep(60)"
+    job = Job([PYTHON, "-c", code], tmp_path, forking())
+    pid = int(job.wait_for(r"^\d+$"))
+    job.process.send_signal(number)
+    assert job.wait(20)[0] == -number
+    deadline = time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_what_asks_python_itself_is_answered_by_python():
+    assert "Python 3" in run([PYTHON, "-V"], ROOT, env=forking())
