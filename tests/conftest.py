@@ -24,7 +24,7 @@ os.environ |= PATIENT  # is read when torch is loaded
 
 import torch  # noqa: E402
 
-from tests.forks import ask  # noqa: E402
+from tests.forks import ask, told  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,22 +43,23 @@ def torchrun(processes, script="distributed.py"):
 
 
 def forked(script="distributed.py", ranks=1):
-    """The command for forks of a process that has torch already: see tests/forks.py.
+    """The command for a fork of a process that has torch already: see tests/forks.py.
 
-    script may be "-c" too. Not for what needs another environment when Python or torch starts.
+    script may be "-c" too. ranks: with more than one, so many are started as torchrun does it. Not
+    for variables that Python or a library reads when it is loaded; OMP_NUM_THREADS counts, for the
+    full scripts read it themselves.
     """
     return [Forked, ranks, script if script == "-c" else str(ROOT / script)]
 
 
 def forking():
-    """What makes "python", also below a launcher, a fork of a process that has torch already."""
-    start = ROOT / "tests/start"
-    env = {
-        "TEST_FORKS": Forked.server(),
-        "TEST_PYTHON": PYTHON,
-        "PYTHON_EXEC": str(start / "python"),
-    }
-    return env | {"PATH": f"{start}:{Path(PYTHON).parent}:{os.environ['PATH']}"}
+    """Variables for a Job, by which each Python is such a fork, below its launcher too.
+
+    Job writes "python" for PYTHON, and PATH finds the one of tests/start. Torchrun starts what
+    PYTHON_EXEC says.
+    """
+    env = {"TEST_FORKS": Forked.server(), "TEST_PYTHON": PYTHON, "PYTHON_EXEC": "python"}
+    return env | {"PATH": f"{ROOT}/tests/start:{Path(PYTHON).parent}:{os.environ['PATH']}"}
 
 
 def without_launchers(env):
@@ -106,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 class Forked:
-    """A process of tests/forks.py, as subprocess.Popen shows one."""
+    """A fork of tests/forks.py, with what Job uses of subprocess.Popen."""
 
     address = None
 
@@ -119,33 +120,38 @@ class Forked:
             _, ranks, *command = command
             self.connection = ask(self.server(), command, env, str(cwd), files, ranks)
         os.close(write)
-        self.pid = int(self.connection.recv(64))
+        self.pid = told(self.connection)
 
     @classmethod
     def server(cls):
-        """The address of the process that forks."""
+        """Where the server listens; it is started when that is asked for the first time."""
         if cls.address is None:
-            cls.folder = tempfile.TemporaryDirectory()
-            cls.address = f"{cls.folder.name}/forks"
+            # 107 bytes count of a socket's path.
+            cls.folder = tempfile.TemporaryDirectory(
+                dir="/tmp" if len(tempfile.gettempdir()) > 80 else None
+            )
+            address = f"{cls.folder.name}/forks"
             quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
             cls.process = subprocess.Popen(
-                [*HEAR_SIGHUP, PYTHON, ROOT / "tests/forks.py", "--serve", cls.address],
+                [*HEAR_SIGHUP, PYTHON, ROOT / "tests/forks.py", "--serve", address],
                 cwd=ROOT,
                 env=without_launchers(os.environ) | quiet | PATIENT | START,
-                stdin=subprocess.PIPE,  # until it is closed: by our end, at the latest
+                stdin=subprocess.PIPE,  # the server ends when it is closed, as it is by our end
                 start_new_session=True,
             )
-            deadline = time.monotonic() + 60
-            while not os.path.exists(cls.address):
-                assert cls.process.poll() is None and time.monotonic() < deadline
+            deadline = time.monotonic() + 100
+            while not os.path.exists(address):
+                assert cls.process.poll() is None, "tests/forks.py has ended: see its error above"
+                assert time.monotonic() < deadline, "tests/forks.py was not ready after 100 s"
                 time.sleep(0.05)
+            cls.address = address
         return cls.address
 
     def wait(self, timeout=None):
         if self.returncode is None:
             if not select.select([self.connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = int(self.connection.recv(64))
+            self.returncode = told(self.connection)
         return self.returncode
 
     def poll(self):
@@ -154,14 +160,18 @@ class Forked:
 
     def send_signal(self, number):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
 
 class Job:
-    """A command in a session of its own, whose every descendant can be found."""
+    """A command in a session of its own, whose every descendant can be found.
+
+    Of a fork below a launcher, see forking(), the stand-in is found: they end together.
+    """
 
     started, gpu = [], False  # in this test; whether it is one that needs a GPU
 

@@ -1,14 +1,16 @@
 """Starts scripts as forks of one process that has imported torch: that saves each of them 3 s.
 
 A fork is a process of its own: its memory, signals and exit code are real, and the script's file
-runs from its first line on, with the common/ beside it. How Python starts is not shown by it: where
-that or its parent matters, the tests use the real one.
+runs from its first line on, with the common/ beside it. Not as in a new Python are how it starts
+and ends, the warnings of imports, its parent process and the seed of hashes. Where one of these
+matters, a test starts the real Python.
 
-tests/start/python calls this file as well, in place of Python: it asks for a fork, passes signals
-on to it, and ends as it does. So a launcher starts forks too.
+tests/start/python runs this file in place of Python, as a stand-in: it asks the server for a fork,
+passes signals on to the fork, and ends as the fork ends. So what a launcher starts can be forks.
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -17,19 +19,22 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
+import types
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def ask(address, command, env, cwd, files, ranks=1):
-    """Ask for a fork. Returns a connection, which receives its pid and later its exit code.
+    """Ask the server for a fork. Returns a connection: told() reads its pid, later its exit code.
 
     command: what follows "python" on a command line; files: the numbers of stdin, stdout and
-    stderr. When the connection is closed before, the fork is killed.
+    stderr; ranks: with more than one, the fork is a launcher of so many, see launch(). If the
+    connection is closed before the fork has ended, the server kills the fork.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
@@ -38,45 +43,57 @@ def ask(address, command, env, cwd, files, ranks=1):
     return connection
 
 
+def told(connection):
+    text = connection.recv(64)
+    if not text:
+        raise ConnectionError("the server of tests/forks.py is gone: see its error above")
+    return int(text)
+
+
 def stand_in(command):
-    """Be the process that a launcher has started, for a fork that does its work."""
-    if command[0] == "-u":
-        del command[0]
-    if command[0].startswith("-") and command[0] not in ("-m", "-c"):
+    """Ask for a fork that runs `command`, pass signals on to it, and end as it ends."""
+    if command[:1] == ["-u"]:
+        del command[0]  # no fork buffers
+    closed = not all(os.path.exists(f"/proc/self/fd/{number}") for number in (0, 1, 2))
+    if closed or not command or (command[0][0] == "-" and command[0] not in ("-m", "-c")):
         os.execv(os.environ["TEST_PYTHON"], [os.environ["TEST_PYTHON"], *command])
     connection = ask(os.environ["TEST_FORKS"], command, dict(os.environ), os.getcwd(), [0, 1, 2])
-    pid = int(connection.recv(64))
+    pid = told(connection)
 
     def tell(number, _):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGABRT):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, tell)
-    code = int(connection.recv(64))
+    code = told(connection)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # what SIGKILL does cannot be set
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 def serve(address):
-    """Start what is asked for at the socket `address`, until stdin is closed.
+    """Fork for everyone who asks at the socket `address`, until stdin is closed.
 
-    Returns in a new process alone, with its request.
+    Returns in the forks alone: what each of them is to run, and the pid of who asked.
     """
-    asked = {}  # {pid: the connection of who asked for it}
+    asked = {}  # {pid of a fork: the connection to who asked for it}
     read, write = os.pipe()
     os.set_blocking(write, False)
-    signal.set_wakeup_fd(write)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # writes to that pipe
+    signal.set_wakeup_fd(write)  # Python writes to it when a fork ends, given any handler
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{address}.new")
     listener.listen(64)
     os.rename(f"{address}.new", address)
     while True:
         ready, _, _ = select.select([0, read, listener, *asked.values()], [], [])
+        for pid, connection in asked.items():
+            if connection in ready or 0 in ready:  # closed: who asked was killed
+                kill(pid)
         if 0 in ready:
             os._exit(0)
         if read in ready:
@@ -84,21 +101,24 @@ def serve(address):
             while asked and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 with asked.pop(ended[0]) as connection, contextlib.suppress(OSError):
                     connection.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
-        for pid, connection in asked.items():
-            if connection in ready:  # closed: who asked was killed
-                os.kill(pid, signal.SIGKILL)
         if listener in ready:
             connection, _ = listener.accept()
-            request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
-            if not request:  # who asks was killed before
+            connection.settimeout(10)
+            try:
+                request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+            except OSError:
+                request = b""
+            if not request:  # who asks was stopped or killed before
+                connection.close()
                 continue
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 for number, file in enumerate(files):
                     os.dup2(file, number)
                 os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
-                return json.loads(request)
+                return json.loads(request), struct.unpack("3i", credentials)[0]
             for file in files:
                 os.close(file)
             with contextlib.suppress(OSError):
@@ -106,8 +126,31 @@ def serve(address):
             asked[pid] = connection
 
 
+def kill(pid):
+    """SIGKILL for a fork and for what it has started, which is its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def go_where(pid):
+    """Take that process's cores, name of the host and files: a node of the tests has its own."""
+    os.sched_setaffinity(0, os.sched_getaffinity(pid))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("uts", "mnt", "net"):
+        there, here = f"/proc/{pid}/ns/{kind}", f"/proc/self/ns/{kind}"
+        if os.stat(there).st_ino != os.stat(here).st_ino:
+            with open(there) as file:
+                if libc.setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"setns to {there}")
+
+
 def launch(ranks):
-    """As a launcher: a process for each rank, all ended when one fails. Returns in the ranks."""
+    """As a launcher: a process for each rank, all ended when one fails. Returns in the ranks.
+
+    It ends with the exit code of the first that failed, or the number of its signal.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pids = []
@@ -121,7 +164,8 @@ def launch(ranks):
 
     def tell(number, _=None):
         for pid in pids:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     for number in SIGNALS:
         signal.signal(number, tell)
@@ -139,9 +183,10 @@ def launch(ranks):
     os._exit(code)
 
 
-def run(request):
+def run(request, asker):
     """Become what follows "python" on a command line: a script, -m and a module, -c and code."""
     os.setsid()
+    go_where(asker)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -156,7 +201,8 @@ def run(request):
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
     if kind == "-c":
         code, sys.argv[0] = sys.argv[0], "-c"
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
     elif kind == "-m":
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
@@ -164,7 +210,7 @@ def run(request):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] != "--serve":
+    if sys.argv[1:2] != ["--serve"]:
         stand_in(sys.argv[1:])
     sys.path[0] = PROJECT
     import sklearn.datasets  # noqa: F401  the images of the minimal scripts
@@ -173,9 +219,9 @@ if __name__ == "__main__":
 
     with contextlib.suppress(ImportError):
         import horovod.torch  # noqa: F401
-    # Each fork imports its own: that of a copy may be another.
+    # Each fork imports these anew: a test may run a copy of a script, with a common/ of its own.
     for name in [name for name in sys.modules if re.match(r"(distributed|common)(\.|$)", name)]:
         del sys.modules[name]
     gc.collect()
-    gc.freeze()  # or each fork would look at all of it once more when it ends, for 1 s
-    run(serve(sys.argv[2]))
+    gc.freeze()  # or Python would look for garbage in all of torch when a fork ends, for 1 s
+    run(*serve(sys.argv[2]))

@@ -4,7 +4,6 @@ import ast
 import collections
 import os
 import time
-from pathlib import Path
 
 
 class Progress:
@@ -12,6 +11,7 @@ class Progress:
 
     def __init__(self, config):
         self.plugins, self.all = config.pluginmanager, config.getoption("--all")
+        self.root = config.rootpath
         self.expected, self.left_out = collections.Counter(), 0
         self.began, self.ended, self.outcomes = {}, collections.Counter(), {}
 
@@ -36,8 +36,9 @@ class Progress:
         file = nodeid.split("::")[0]
         if file not in self.began:
             self.began[file], self.outcomes[file] = time.monotonic(), collections.Counter()
-            title = ast.get_docstring(ast.parse(Path(file).read_text())) or ""
-            self._say(f"{os.path.basename(file)}: {title.split('. ')[0].splitlines()[0]}")
+            text = ast.get_docstring(ast.parse((self.root / file).read_text())) or ""
+            title = text.partition("\n")[0].split(". ")[0]
+            self._say(f"{os.path.basename(file)}: {title}")
 
     def pytest_runtest_logreport(self, report):
         file = report.nodeid.split("::")[0]

@@ -1,13 +1,19 @@
-"""A fork in place of Python is told and tells what Python would be told and would tell."""
+"""A fork in place of Python: the same arguments, variables and signals, output and exit code."""
 
 import os
 import signal
 import time
 
 import pytest
-from conftest import PYTHON, ROOT, Job, forking, run
+from conftest import PYTHON, ROOT, Forked, Job, forking, run
 
 SAYS = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MINE'], sys.path[0], __name__)"
+
+
+def test_it_is_a_fork(tmp_path):
+    code = "import os, sys; print('torch' in sys.modules, os.getppid())"
+    said = run([PYTHON, "-c", code], tmp_path, env=forking())
+    assert said == f"True {Forked.process.pid}\n"
 
 
 @pytest.mark.parametrize("kind", ["-c", "-m", "script"])
@@ -19,17 +25,24 @@ def test_a_fork_is_called_as_python_is(kind, tmp_path):
     assert shown[0] == shown[1] and "'--flag', 'a b'" in shown[0]
 
 
-def test_a_fork_has_the_common_beside_its_script(tmp_path):
+def test_a_fork_imports_the_common_beside_its_script(tmp_path):
     (tmp_path / "common").mkdir()
     (tmp_path / "common/device.py").write_text("print('mine')")
     (tmp_path / "said.py").write_text("import common.device")
     assert run([PYTHON, "said.py"], tmp_path, env=forking()) == "mine\n"
 
 
+def test_a_fork_has_the_cores_of_its_stand_in(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print(os.sched_getaffinity(0))"
+    command = ["taskset", "-c", core, PYTHON, "-c", code]
+    assert run(command, tmp_path, env=forking()) == f"{{{core}}}\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_fork_ends_with_what_the_launcher_has_started(number, tmp_path):
-    code = "import os, time; print(os.getpid()); time.sleep(60)"
-    job = Job([PYTHON, "-c", code], tmp_path, forking())
+def test_a_fork_and_its_stand_in_end_together(number, tmp_path):
+    code = "import os, time; print(os.getpid()); {} time.sleep(60)"
+    job = Job([PYTHON, "-c", code.format("")], tmp_path, forking())
     pid = int(job.wait_for(r"^\d+$"))
     job.process.send_signal(number)
     assert job.wait(20)[0] == -number
@@ -37,7 +50,10 @@ def test_a_fork_ends_with_what_the_launcher_has_started(number, tmp_path):
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not os.path.exists(f"/proc/{pid}")
+    run(
+        [PYTHON, "-c", code.format(f"os.kill(0, {number});")], tmp_path, env=forking(), code=-number
+    )
 
 
-def test_what_asks_python_itself_is_answered_by_python():
+def test_flags_of_python_start_the_real_one():
     assert "Python 3" in run([PYTHON, "-V"], ROOT, env=forking())

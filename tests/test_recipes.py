@@ -373,7 +373,7 @@ def test_finetune(work, tmp_path):
 
 @pytest.mark.full
 def test_text(tmp_path):
-    """As a user starts it, where there are no images at all."""
+    """Under torchrun, where there are no images at all."""
     copy(tmp_path / "here", "text")
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     flags = "distributed.py --lr 8 -j 1".split()

@@ -1,4 +1,4 @@
-"""The scripts, started as a user starts them: they train, agree, evaluate exactly, resume."""
+"""The full scripts: they train, agree, evaluate exactly, resume. Each launcher is used once."""
 
 import fcntl
 import itertools
