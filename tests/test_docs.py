@@ -309,16 +309,13 @@ def test_weights_are_used_elsewhere(clone, trained):
     (clone / "use.py").unlink()
 
 
-@pytest.mark.parametrize(
-    "name", ["launch", *map(full, [n for n in STARTED if n not in ("launch", "distributed")])]
-)
+@pytest.mark.parametrize("name", [name for name in STARTED if name != "distributed"])
 def test_start_names(name, clone, tmp_path):
     """And that what start.sh runs is what the documents say, with their --data."""
     if name == "horovod":
         needs_horovod()
     flags = ["--data", "data/small", *SMALL, *QUICK, "--checkpoint-dir", str(tmp_path / "c")]
-    env = ACTIVE if name == "launch" else ACTIVE | forking()
-    output = run(["./start.sh", name, *flags], clone, env=env)
+    output = run(["./start.sh", name, *flags], clone, env=ACTIVE | forking())
     result(output)
     (started,) = re.findall(r"^\+ (.*)", output, re.M)
     assert short(started) == short(STARTED[name])
