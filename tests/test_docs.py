@@ -24,7 +24,6 @@ from conftest import (
     Job,
     forked,
     forking,
-    full,
     last_result,
     load,
     needs_horovod,
