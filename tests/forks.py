@@ -9,6 +9,7 @@ tests/start/python runs this file in place of Python, as a stand-in: it asks the
 passes signals on to the fork, and ends as the fork ends. So what a launcher starts can be forks.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -22,6 +23,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import types
 
@@ -199,14 +201,24 @@ def run(request, asker):
         sys.argv.insert(0, kind)
     folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.abspath(kind)))
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
-    if kind == "-c":
-        code, sys.argv[0] = sys.argv[0], "-c"
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(code, "<string>", "exec"), main.__dict__)
-    elif kind == "-m":
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(kind, run_name="__main__")
+    end = SystemExit()
+    try:
+        if kind == "-c":
+            code, sys.argv[0] = sys.argv[0], "-c"
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), main.__dict__)
+        elif kind == "-m":
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as error:
+        end = error
+    if not isinstance(end.code, (int, types.NoneType)):
+        raise end
+    # As Python ends, but for taking torch to pieces, which takes half a second.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    os._exit((end.code or 0) & 255)
 
 
 if __name__ == "__main__":
