@@ -88,7 +88,6 @@ def test_resumes_and_is_resumed_in_mid_epoch(era, work, reference, tmp_path):
     assert same_state(load(tmp_path / "c"), load(reference))
 
 
-@pytest.mark.full
 def test_fp16s_scaler_goes_on(work, tmp_path):
     flags = [*NORMED, "--precision", "fp16", "--checkpoint-dir"]
     run([*forked(ranks=2), *flags, tmp_path / "a"], work, env=double("none"))
@@ -99,7 +98,6 @@ def test_fp16s_scaler_goes_on(work, tmp_path):
     assert same_state(load(tmp_path / "a"), load(tmp_path / "b"))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("era, flags", [("older", "--opt-level O3"), ("today", "--precision bf16")])
 def test_validates_in_the_precision_of_training(era, flags, work, tmp_path):
     command = [*TWO, *NORMED, *flags.split(), "--checkpoint-dir", tmp_path / "c"]

@@ -164,7 +164,6 @@ def test_no_sampler(trained):
     assert not {*one} & {*other}
 
 
-@pytest.mark.full
 def test_local_rank_in_sampler(trained):
     """Two machines take the same half of the images, and nobody takes the other."""
     for one, other in trained("local_rank_in_sampler", NODES).shares():
@@ -173,7 +172,6 @@ def test_local_rank_in_sampler(trained):
         assert len({*one, *other}) == 1408
 
 
-@pytest.mark.full
 def test_split_per_process(trained):
     """Of the images that are validated, most were trained with."""
 
@@ -187,7 +185,6 @@ def test_split_per_process(trained):
     assert both(trained()) == (0, 359)
 
 
-@pytest.mark.full
 def test_same_seed(trained):
     one, other = (rank["random"] for rank in trained("same_seed").ranks())
     assert one == other
@@ -195,7 +192,6 @@ def test_same_seed(trained):
     assert one != other
 
 
-@pytest.mark.full
 def test_net_in_training(trained):
     """Each process trains a model of its own."""
     differing = trained("net_in_training").differing()
@@ -203,7 +199,6 @@ def test_net_in_training(trained):
     assert trained().differing() == set()
 
 
-@pytest.mark.full
 def test_loss_all_reduced(trained):
     """The gradients are divided by the number of processes twice, as if the rate were halved."""
     runs = trained("loss_all_reduced"), trained()
@@ -212,7 +207,6 @@ def test_loss_all_reduced(trained):
     assert right.norm() > 0
 
 
-@pytest.mark.full
 def test_batch_per_process(trained):
     """Four processes take four times the images in a step, and a quarter of the steps."""
     names = "batch_per_process", None
@@ -222,7 +216,6 @@ def test_batch_per_process(trained):
     assert wrong.accuracies()[0] < right.accuracies()[0] - 5
 
 
-@pytest.mark.full
 def test_clip_before_unscale(trained):
     clip = "            nn.utils.clip_grad_norm_("
     mended = (clip, f"            scaler.unscale_(optimizer)\n{clip}")
@@ -230,20 +223,17 @@ def test_clip_before_unscale(trained):
     assert trained("clip_before_unscale", mended).accuracies()[-1] > 90
 
 
-@pytest.mark.full
 def test_no_sync_off_by_one(trained):
     assert "2.weight" in trained("no_sync_off_by_one").differing()
     assert trained("no_sync_off_by_one", ("= i == 2", "= i == 1")).differing() == set()
 
 
-@pytest.mark.full
 def test_resume_on_rank_0(trained):
     mended = ("if rank == 0 and os.path", "if os.path")
     assert "2.weight" in trained("resume_on_rank_0", resumed=True).differing()
     assert trained("resume_on_rank_0", mended, resumed=True).differing() == set()
 
 
-@pytest.mark.full
 def test_plateau_per_process(trained):
     """Each process lowers the learning rate at another time, so the models part too."""
     step = "        scheduler.step(correct.item())\n"
@@ -271,7 +261,6 @@ def test_padded_validation(trained):
     assert said in explained("padded_validation")
 
 
-@pytest.mark.full
 def test_mean_of_means(trained):
     """Another number for the same weights: the last batch is smaller and counts as much."""
     wrong, right = trained("mean_of_means", epochs=5), trained(epochs=5)
@@ -279,21 +268,18 @@ def test_mean_of_means(trained):
     assert wrong.accuracies() != right.accuracies()
 
 
-@pytest.mark.full
 def test_no_all_reduce(trained):
     """The images of one process, divided by all."""
     assert all(accuracy < 50.2 for accuracy in trained("no_all_reduce").accuracies())
     assert all(accuracy > 60 for accuracy in trained().accuracies())
 
 
-@pytest.mark.full
 def test_validation_not_shared(trained):
     """Each process counts all images, and the counts are added up."""
     assert all(accuracy > 100 for accuracy in trained("validation_not_shared").accuracies())
     assert all(accuracy <= 100 for accuracy in trained().accuracies())
 
 
-@pytest.mark.full
 def test_own_batchnorm(trained):
     assert trained("own_batchnorm").differing() == {"0.1.running_mean", "0.1.running_var"}
     assert trained().differing() == set()
@@ -302,7 +288,6 @@ def test_own_batchnorm(trained):
 # Files and lines.
 
 
-@pytest.mark.full
 def test_save_on_every_rank(trained):
     """What was just saved can often not be loaded: another process is writing the file.
 
@@ -338,7 +323,6 @@ def test_module_keys(trained):
     net.load_state_dict(trained().saved())
 
 
-@pytest.mark.full
 def test_local_rank_0(trained):
     """Each line stands there twice, from two machines."""
     runs = trained("local_rank_0", NODES), trained(None, NODES)
@@ -356,20 +340,17 @@ def ends_with(pattern, run, epochs=()):
     return re.search(pattern, run.output)
 
 
-@pytest.mark.full
 def test_all_reduce_on_rank_0(trained):
     assert ends_with("Timed out waiting 10000ms", trained("all_reduce_on_rank_0", LIMIT))
     assert trained().accuracies()
 
 
-@pytest.mark.full
 def test_model_on_rank_0(trained):
     assert ends_with("Timed out waiting 10000ms", trained("model_on_rank_0", LIMIT))
     mended = ("                output = model(", "                output = net(")
     assert trained("model_on_rank_0", mended).accuracies()
 
 
-@pytest.mark.full
 def test_uneven_parts(trained):
     """480, 479 and 479 images: in batches of 32 the first process has one step more."""
     three = ("BATCH_SIZE = 64", "BATCH_SIZE = 96")
@@ -378,13 +359,11 @@ def test_uneven_parts(trained):
     assert [len(rank["seen"][0]) for rank in right.ranks()] == [15, 15, 15]
 
 
-@pytest.mark.full
 def test_early_stop_on_rank_0(trained):
     assert ends_with("by peer", trained("early_stop_on_rank_0", LIMIT, epochs=5), [0])
     assert len(trained(epochs=5).accuracies()) == 5
 
 
-@pytest.mark.full
 def test_freeze_after_wrap(trained):
     wrap, freeze = (
         "    model = DistributedDataParallel(net)  # averages the gradients in backward()\n",

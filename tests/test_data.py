@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.io
-from conftest import PYTHON, ROOT, forked, full, run, torchrun
+from conftest import PYTHON, ROOT, forked, run, torchrun
 from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
@@ -163,7 +163,7 @@ def test_photographs_train(photo_folder, work, tmp_path):
     assert "[4/4]" in output
 
 
-@pytest.mark.parametrize("damage", ["truncated", full("empty"), full("text")])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
 def test_an_unreadable_image_stops_the_run_with_its_path(photo_folder, work, tmp_path, damage):
     data = tmp_path / "data"
     subprocess.run(["cp", "-r", photo_folder, data], check=True)
@@ -204,7 +204,6 @@ def test_random_crop_resizes_and_mirrors_as_torchvision_does():
                 assert (ours.int() - (expected.flip(-1) if flip else expected)).abs().max() <= 2
 
 
-@pytest.mark.full
 def test_random_crop_has_the_distribution_of_random_resized_crop():
     """Means of position and size, read from an image whose pixels are their coordinates."""
     y, x = torch.meshgrid(torch.linspace(0, 255, 300), torch.linspace(0, 255, 400), indexing="ij")

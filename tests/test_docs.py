@@ -398,7 +398,6 @@ def test_a_script_alone_runs_with_what_may_do_nothing(clone, tmp_path):
     result(output)
 
 
-@pytest.mark.full
 def test_start_chooses_the_number_of_processes(clone, tmp_path):
     flags = [*QUICK, "--checkpoint-dir", tmp_path / "c"]
     output = run(

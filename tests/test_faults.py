@@ -207,7 +207,7 @@ def test_a_launcher_killed_while_its_processes_start(name, work, tmp_path):
     assert code == -signal.SIGKILL and not (tmp_path / "c").exists(), output
 
 
-@pytest.mark.parametrize(("workers", "epoch"), [full("0", 0), ("2", 0), full("0", 1)])
+@pytest.mark.parametrize(("workers", "epoch"), [("0", 0), ("2", 0), ("0", 1)])
 def test_all_killed_with_any_number_of_workers(workers, epoch, work, straight, tmp_path):
     more, moment = ["-j", workers], rf"epoch {epoch} \[{3 if epoch else 13}/"
     state = kill_and_go_on("two", "all", moment, tmp_path / "c", work, more)

@@ -13,7 +13,6 @@ from conftest import (
     assert_close,
     forked,
     forking,
-    full,
     last_result,
     load,
     rows,
@@ -109,7 +108,7 @@ def test_goes_on_where_ddp_stopped_and_back(work, tmp_path):
     assert_close(load(tmp_path / "c"), load(tmp_path / "ddp"))
 
 
-@pytest.mark.parametrize("ranks", [4, full(1), full(7)])
+@pytest.mark.parametrize("ranks", [4, 1, 7])
 def test_validates_every_image_once(ranks, work, two):
     """Of 360 images four processes have 90: batches of 15. Seven: 51 or 52; batches of 8 or 9."""
     flags = [*NORMED, "--batch-size", "63" if ranks == 7 else "60"]

@@ -162,7 +162,6 @@ def test_accumulate_is_as_many_more_processes(accumulating, work, tmp_path):
     assert output == "error: --accumulate must divide the 48 images per process\n"
 
 
-@pytest.mark.full
 def test_accumulate_with_more_processes(accumulating, work, tmp_path):
     four, _ = accumulated(accumulating, work, tmp_path / "4x1", 4, 1)
     two, _ = accumulated(accumulating, work, tmp_path / "2x2", 2, 2)
@@ -195,7 +194,6 @@ KILLED = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("recipes", KILLED)
 def test_killed_and_resumed_is_a_straight_run(recipes, work, tmp_path):
     """In mid-epoch, and to the bit: BatchNorm, dropout, the optimizer and the averages too."""
@@ -227,7 +225,6 @@ def step_of(script, processes, work, folder, *flags):
     return torch.cat([(after[key] - before[key]).flatten() for key in before])
 
 
-@pytest.mark.full
 def test_clip(work, tmp_path):
     """The norm is that of the mean over all processes, and not that of fp16's scaled gradients."""
     script = copy(tmp_path / "here", "clip")
@@ -246,7 +243,6 @@ def test_clip(work, tmp_path):
     torch.testing.assert_close(free / free.norm(), steps[0] / steps[0].norm(), atol=1e-4, rtol=1e-2)
 
 
-@pytest.mark.full
 def test_adamw(work, tmp_path):
     """Norms and biases do not decay; it learns."""
     script = copy(tmp_path / "here", "adamw")
@@ -269,7 +265,6 @@ def test_adamw(work, tmp_path):
     assert last_result(run([*forked(script), *flags], work, env=ONE_THREAD))[1] > 80
 
 
-@pytest.mark.full
 def test_ema(work, tmp_path):
     """What is saved and validated is the average, which any other script reads."""
     script, folder = copy(tmp_path / "here", "ema"), tmp_path / "c"
@@ -347,7 +342,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.full
 def test_finetune(work, tmp_path):
     """From a file as torchvision caches it, with random weights."""
     script = copy(tmp_path / "here", "finetune")
@@ -371,7 +365,6 @@ def test_finetune(work, tmp_path):
     assert len(head["params"]) == 2
 
 
-@pytest.mark.full
 def test_text(tmp_path):
     """Under torchrun, where there are no images at all."""
     copy(tmp_path / "here", "text")
@@ -386,7 +379,6 @@ def test_text(tmp_path):
     assert state["arch"] == "distributed:bag_of_trigrams"
 
 
-@pytest.mark.full
 def test_bad_images(work, tmp_path):
     """A broken image ends the script, and not the recipe's; which one it is is said."""
     for part in ("train", "val"):
@@ -441,7 +433,6 @@ def test_profile_counts_what_is_not_hidden(tmp_path, capsys):
     assert capsys.readouterr().out == "a.json: collectives 20.0 ms, not hidden 10.0 ms\n"
 
 
-@pytest.mark.full
 def test_profile(work, tmp_path):
     """A trace of each process. With accumulate too, it shows that a step sends once."""
     script = copy(tmp_path / "here", "accumulate", "profile")
@@ -468,7 +459,6 @@ BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)
 COMMAND = re.compile(r"torchrun --standalone --nproc-per-node=\d distributed\.py(.*)")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_commands_of_the_page(number, work, tmp_path):
     """A block after another, each on a fresh copy; one step is taken of a training."""

@@ -44,11 +44,11 @@ def trained(work):
     "command, env",
     [
         (forked("distributed.py", ranks=3), {}),
-        full(forked("dataparallel.py"), {}),
+        (forked("dataparallel.py"), {}),
         full(SPAWN, {}),
-        full([*forked("apex_distributed.py", ranks=2), "--precision", "fp32"], DOUBLE),
+        ([*forked("apex_distributed.py", ranks=2), "--precision", "fp32"], DOUBLE),
         full(HOROVOD, {}),
-        full(forked("fsdp_distributed.py", ranks=3), {}),
+        (forked("fsdp_distributed.py", ranks=3), {}),
     ],
     ids=["distributed", "dataparallel", "spawn", "apex", "horovod", "fsdp"],
 )

@@ -100,7 +100,6 @@ def test_launchers_write_the_same_weights(work, tmp_path):
     assert (states[0]["epoch"], states[0]["step"]) == (1, 11)
 
 
-@pytest.mark.full
 def test_dataparallel_on_a_cpu_is_distributed_with_one_process(work, tmp_path):
     for name, command in {"a": DATAPARALLEL, "b": DISTRIBUTED}.items():
         run([*command, *NORMED, "--checkpoint-dir", tmp_path / name], work)
@@ -200,7 +199,7 @@ def test_dropout_is_another_in_each_step_and_rank():
 
 
 @pytest.mark.parametrize(
-    "command", [ranks(2), full(SPAWN), full(DATAPARALLEL)], ids=["ddp", "spawn", "dp"]
+    "command", [ranks(2), full(SPAWN), DATAPARALLEL], ids=["ddp", "spawn", "dp"]
 )
 def test_stopped_and_resumed_is_straight_through(command, work, tmp_path):
     """In mid-epoch, at another print frequency; the same script afresh would not pass."""
@@ -319,7 +318,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("module", ["distributed", full("dataparallel"), full("fsdp_distributed")])
+@pytest.mark.parametrize("module", ["distributed", "dataparallel", "fsdp_distributed"])
 def test_each_epoch_has_an_order_of_its_own(module, work, tmp_path):
     flags = [*SMALL, "--max-steps", "31", "--checkpoint-dir", tmp_path / "c"]
     code, env = ORDERS.format(module=module), {"PYTHONPATH": str(ROOT)}
@@ -374,7 +373,7 @@ def test_a_step_waits_for_nothing_but_its_gradients(work, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script", ["distributed", full("dataparallel"), full("multiprocessing_distributed")]
+    "script", ["distributed", "dataparallel", full("multiprocessing_distributed")]
 )
 def test_a_script_and_common_work_elsewhere(script, work, tmp_path):
     shutil.copy(ROOT / f"{script}.py", tmp_path)
@@ -410,7 +409,7 @@ def test_a_bar_at_a_terminal_and_lines_elsewhere(work, tmp_path):
     assert len(re.findall(r"^ \* loss", text, re.M)) == 2
 
 
-@pytest.mark.parametrize("precision", ["bf16", full("fp16")])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_on_a_cpu(precision, work, tmp_path):
     flags = [*SMALL, "--precision", precision, "--checkpoint-dir", tmp_path / "c"]
     losses = [float(x) for x in re.findall(r"loss ([\d.]+) \(", run([*ranks(2), *flags], work))]
