@@ -137,7 +137,7 @@ def kill(pid):
 
 
 def go_where(pid):
-    """Take that process's cores, name of the host and files: a node of the tests has its own."""
+    """Take that process's cores, and its host's name, files and network: a node has its own."""
     os.sched_setaffinity(0, os.sched_getaffinity(pid))
     libc = ctypes.CDLL(None, use_errno=True)
     for kind in ("uts", "mnt", "net"):
@@ -229,7 +229,7 @@ if __name__ == "__main__":
 
     import distributed  # noqa: F401  with all that the others need
 
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, OSError):
         import horovod.torch  # noqa: F401
     # Each fork imports these anew: a test may run a copy of a script, with a common/ of its own.
     for name in [name for name in sys.modules if re.match(r"(distributed|common)(\.|$)", name)]:

@@ -10,8 +10,8 @@ import os
 import sys
 
 gc.set_threshold(1_000_000)
-# Where there is no GPU, for without one torch does not need triton. It would complain at the end of
-# what freeze() leaves. Not in a test of how a Python ends.
+# Only without a GPU, where torch does not need triton: at the end triton would list every object
+# that freeze() keeps. And not in a test of how a Python ends.
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" and "PLAIN_END" not in os.environ:
     sys.modules["triton"] = None
     atexit.register(gc.freeze)  # runs second: what is left now is not looked at any more
