@@ -371,9 +371,8 @@ def test_start_horovod_without_it_says_what_to_do(clone, tmp_path):
 
 @pytest.mark.full
 def test_start_runs_the_tests_and_explains_itself(clone):
-    output = run(
-        ["./start.sh", "test", "-q", "tests/test_diffs.py", "-k", "order"], clone, env=ACTIVE
-    )
+    words = "-n 1 -q tests/test_diffs.py -k order".split()
+    output = run(["./start.sh", "test", *words], clone, env=ACTIVE, timeout=300)
     assert " passed" in output and "failed" not in output
     output = run(["./start.sh", "--help"], clone, env=ACTIVE, code=2)
     assert "./start.sh NAME [flags]" in output and len(output.splitlines()) < 14
