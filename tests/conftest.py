@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-# A thread that waits for others sleeps. By default it spins, which costs nothing on a machine of
-# its own; on one that other tests use too, it is most of what the tests compute.
+# A thread that waits for others sleeps. By default it keeps its core busy while it waits. Other
+# tests need that core too: they took up to five times as long.
 PATIENT = {"OMP_WAIT_POLICY": "passive"}
 os.environ |= PATIENT  # is read when torch is loaded
 
@@ -45,17 +45,17 @@ def torchrun(processes, script="distributed.py"):
 def forked(script="distributed.py", ranks=1):
     """The command for a fork of a process that has torch already: see tests/forks.py.
 
-    script may be "-c" too. ranks: with more than one, so many are started as torchrun does it. Not
-    for variables that Python or a library reads when it is loaded; OMP_NUM_THREADS counts, for the
-    full scripts read it themselves.
+    script may be "-c" too. ranks: with more than one, so many are started as torchrun does it. A
+    variable that Python or a library reads when it is loaded has no effect. OMP_NUM_THREADS has
+    one: the full scripts read it themselves.
     """
     return [Forked, ranks, script if script == "-c" else str(ROOT / script)]
 
 
 def forking():
-    """Variables for a Job, by which each Python is such a fork, below its launcher too.
+    """Variables for a Job whose Pythons are to be such forks, also those that its launcher starts.
 
-    Job writes "python" for PYTHON, and PATH finds the one of tests/start. Torchrun starts what
+    Job replaces PYTHON by "python", which PATH finds in tests/start. torchrun starts what
     PYTHON_EXEC says.
     """
     env = {"TEST_FORKS": Forked.server(), "TEST_PYTHON": PYTHON, "PYTHON_EXEC": "python"}
@@ -126,7 +126,7 @@ class Forked:
     def server(cls):
         """Where the server listens; it is started when that is asked for the first time."""
         if cls.address is None:
-            # 107 bytes count of a socket's path.
+            # The path of a socket has at most 107 bytes.
             cls.folder = tempfile.TemporaryDirectory(
                 dir="/tmp" if len(tempfile.gettempdir()) > 80 else None
             )

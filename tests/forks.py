@@ -1,9 +1,9 @@
 """Starts scripts as forks of one process that has imported torch: that saves each of them 3 s.
 
 A fork is a process of its own: its memory, signals and exit code are real, and the script's file
-runs from its first line on, with the common/ beside it. Not as in a new Python are how it starts
-and ends, the warnings of imports, its parent process and the seed of hashes. Where one of these
-matters, a test starts the real Python.
+runs from its first line on, with the common/ beside it. It differs from a new Python in how it
+starts and ends, in the warnings of imports, its parent process and the seed of hashes. Where one of
+these matters, a test starts the real Python.
 
 tests/start/python runs this file in place of Python, as a stand-in: it asks the server for a fork,
 passes signals on to the fork, and ends as the fork ends. So what a launcher starts can be forks.
@@ -46,6 +46,7 @@ def ask(address, command, env, cwd, files, ranks=1):
 
 
 def told(connection):
+    """The next number that the server sends. Raises ConnectionError when it has ended."""
     text = connection.recv(64)
     if not text:
         raise ConnectionError("the server of tests/forks.py is gone: see its error above")
@@ -215,7 +216,7 @@ def run(request, asker):
         end = error
     if not isinstance(end.code, (int, types.NoneType)):
         raise end
-    # As Python ends, but for taking torch to pieces, which takes half a second.
+    # As Python ends, but without taking torch apart: that would take half a second.
     threading._shutdown()
     atexit._run_exitfuncs()
     os._exit((end.code or 0) & 255)

@@ -41,8 +41,8 @@ def test_a_fork_has_the_cores_of_its_stand_in(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_fork_and_its_stand_in_end_together(number, tmp_path):
-    code = "import os, time; print(os.getpid()); {} time.sleep(60)"
-    job = Job([PYTHON, "-c", code.format("")], tmp_path, forking())
+    command = [PYTHON, "-c", "import os, time; print(os.getpid()); time.sleep(60)"]
+    job = Job(command, tmp_path, forking())
     pid = int(job.wait_for(r"^\d+$"))
     job.process.send_signal(number)
     assert job.wait(20)[0] == -number
@@ -50,9 +50,8 @@ def test_a_fork_and_its_stand_in_end_together(number, tmp_path):
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not os.path.exists(f"/proc/{pid}")
-    run(
-        [PYTHON, "-c", code.format(f"os.kill(0, {number});")], tmp_path, env=forking(), code=-number
-    )
+    command[-1] = f"import os; os.kill(0, {number})"
+    run(command, tmp_path, env=forking(), code=-number)
 
 
 def test_flags_of_python_start_the_real_one():

@@ -1,4 +1,4 @@
-"""The full scripts: they train, agree, evaluate exactly, resume. Each launcher is used once."""
+"""The full scripts, by real launchers and as forks: they train, agree, evaluate and resume."""
 
 import fcntl
 import itertools

@@ -1,7 +1,7 @@
 """Every Python that a test starts runs this first: it saves a second of each start and end.
 
 Python looks for garbage 800 times while torch and torchvision are imported, and finds next to none.
-At its end it does so twice more, the second time where nothing but modules is left.
+When it ends it looks twice more, the second time where nothing but modules is left.
 """
 
 import atexit
