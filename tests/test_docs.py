@@ -352,7 +352,8 @@ def test_first_command(clone, tmp_path):
     assert short(STARTED["distributed"]) == short(first[0][2:])
 
     before = {path: path.stat() for path in (folder / "checkpoints").iterdir()}
-    lines = run(["./start.sh"], folder, env=env | forking(), code=1).splitlines()  # torchrun: 1
+    # 1 is torchrun's exit code, whatever that of its processes.
+    lines = run(["./start.sh"], folder, env=env | forking(), code=1).splitlines()
     said = f"error: {folder}/checkpoints holds a run (checkpoint.pth): "
     said += "go on with --resume auto, or give another --checkpoint-dir"
     assert [line for line in lines if "error: " in line] == [said]
