@@ -116,8 +116,9 @@ class Forked:
         read, write = os.pipe()
         self.stdout = open(read)  # noqa: SIM115
         with open(os.devnull) as nothing:
-            files = [nothing.fileno(), write, write]
+            files = {0: nothing.fileno(), 1: write, 2: write}
             _, ranks, *command = command
+            env = env | {"TEST_FORKS": self.server(), "TEST_PYTHON": PYTHON}  # for mp.spawn
             self.connection = ask(self.server(), command, env, str(cwd), files, ranks)
         os.close(write)
         self.pid = told(self.connection)

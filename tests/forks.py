@@ -7,13 +7,16 @@ these matters, a test starts the real Python.
 
 tests/start/python runs this file in place of Python, as a stand-in: it asks the server for a fork,
 passes signals on to the fork, and ends as the fork ends. So what a launcher starts can be forks.
+What mp.spawn starts in a fork is a fork too, by a stand-in; it outlives a parent that is killed.
 """
 
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -34,14 +37,15 @@ PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def ask(address, command, env, cwd, files, ranks=1):
     """Ask the server for a fork. Returns a connection: told() reads its pid, later its exit code.
 
-    command: what follows "python" on a command line; files: the numbers of stdin, stdout and
-    stderr; ranks: with more than one, the fork is a launcher of so many, see launch(). If the
-    connection is closed before the fork has ended, the server kills the fork.
+    command: what follows "python" on a command line; files: {number of an open file in the fork:
+    its number here}, at least those of stdin, stdout and stderr; ranks: with more than one, the
+    fork is a launcher of so many, see launch(). If the connection is closed before the fork has
+    ended, the server kills the fork.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
-    request = {"command": command, "env": env, "cwd": cwd, "ranks": ranks}
-    socket.send_fds(connection, [json.dumps(request).encode()], files)
+    request = {"command": command, "env": env, "cwd": cwd, "ranks": ranks, "files": [*files]}
+    socket.send_fds(connection, [json.dumps(request).encode()], [*files.values()])
     return connection
 
 
@@ -55,12 +59,19 @@ def told(connection):
 
 def stand_in(command):
     """Ask for a fork that runs `command`, pass signals on to it, and end as it ends."""
+    files = {0: 0, 1: 1, 2: 2}
+    closed = not all(os.path.exists(f"/proc/self/fd/{number}") for number in files)
     if command[:1] == ["-u"]:
         del command[0]  # no fork buffers
-    closed = not all(os.path.exists(f"/proc/self/fd/{number}") for number in (0, 1, 2))
-    if closed or not command or (command[0][0] == "-" and command[0] not in ("-m", "-c")):
+    if command[-1:] == ["--multiprocessing-fork"]:  # of mp.spawn: it reads a file that is open
+        del command[:-3]  # flags of Python, before -c
+        opened = [int(number) for number in os.listdir("/proc/self/fd")]
+        files |= {n: n for n in opened if os.path.exists(f"/proc/self/fd/{n}")}
+    flag = command and command[0][0] == "-" and command[0] not in ("-m", "-c")
+    tracker = any("multiprocessing.resource_tracker" in word for word in command)
+    if closed or not command or flag or tracker:
         os.execv(os.environ["TEST_PYTHON"], [os.environ["TEST_PYTHON"], *command])
-    connection = ask(os.environ["TEST_FORKS"], command, dict(os.environ), os.getcwd(), [0, 1, 2])
+    connection = ask(os.environ["TEST_FORKS"], command, dict(os.environ), os.getcwd(), files)
     pid = told(connection)
 
     def tell(number, _):
@@ -108,7 +119,7 @@ def serve(address):
             connection, _ = listener.accept()
             connection.settimeout(10)
             try:
-                request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+                request, files, _, _ = socket.recv_fds(connection, 1 << 20, 100)
             except OSError:
                 request = b""
             if not request:  # who asks was stopped or killed before
@@ -118,15 +129,28 @@ def serve(address):
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                for number, file in enumerate(files):
-                    os.dup2(file, number)
-                os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
-                return json.loads(request), struct.unpack("3i", credentials)[0]
+                for one in (listener, connection, *asked.values()):
+                    one.detach()  # or Python would close that number, whatever it is by then
+                request = json.loads(request)
+                keep_only(dict(zip(request["files"], files, strict=True)))
+                return request, struct.unpack("3i", credentials)[0]
             for file in files:
                 os.close(file)
             with contextlib.suppress(OSError):
                 connection.send(str(pid).encode())
             asked[pid] = connection
+
+
+def keep_only(files):
+    """Give the open files the numbers that are the keys of `files`, and close all others."""
+    free = 1 + max([*files, *map(int, os.listdir("/proc/self/fd"))])
+    aside = {number: fcntl.fcntl(file, fcntl.F_DUPFD, free) for number, file in files.items()}
+    for number, file in aside.items():
+        os.dup2(file, number)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in files:
+            with contextlib.suppress(OSError):  # that of the folder which was listed
+                os.close(number)
 
 
 def kill(pid):
@@ -194,6 +218,9 @@ def run(request, asker):
     os.environ.clear()
     os.environ.update(request["env"])
     tempfile.tempdir = None  # it is asked for TMPDIR anew
+    multiprocessing.process.ORIGINAL_DIR = request["cwd"]
+    if "TEST_FORKS" in os.environ:
+        multiprocessing.set_executable(f"{PROJECT}/tests/start/python")  # mp.spawn starts it
     if request["ranks"] > 1:
         launch(request["ranks"])
     # As Python does: where the script is, or where we are; then PYTHONPATH.
@@ -202,6 +229,11 @@ def run(request, asker):
         sys.argv.insert(0, kind)
     folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.abspath(kind)))
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    if sys.argv[1:] == ["--multiprocessing-fork"]:  # it compares its parent with who spawned it
+        with open(f"/proc/{asker}/stat") as file:
+            parent = int(file.read().rpartition(")")[2].split()[1])
+        own, getppid = os.getpid(), os.getppid
+        os.getppid = lambda: parent if os.getpid() == own else getppid()
     end = SystemExit()
     try:
         if kind == "-c":

@@ -32,6 +32,30 @@ def test_a_fork_imports_the_common_beside_its_script(tmp_path):
     assert run([PYTHON, "said.py"], tmp_path, env=forking()) == "mine\n"
 
 
+SPAWNS = """
+import os, sys, torch.multiprocessing as mp
+def child(rank, asked, answers):
+    answers.put((rank, asked.get(), __name__, sys.argv, os.getcwd(), 'here' in sys.path))
+    sys.exit(rank)
+if __name__ == "__main__":
+    sys.path.append("here")
+    spawn = mp.get_context("spawn")
+    asked, answers = spawn.SimpleQueue(), spawn.SimpleQueue()
+    context = mp.spawn(child, (asked, answers), nprocs=2, join=False)
+    asked.put("a word"), asked.put("a word")
+    print(*sorted(answers.get() for _ in "01"))
+    print([process.join() or process.exitcode for process in context.processes])
+"""
+
+
+def test_what_a_fork_spawns_is_a_fork(tmp_path):
+    """mp.spawn gives it open files, arguments and the parent's sys.path, as it does Python."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    command = [PYTHON, "spawns.py", "--flag"]
+    shown = [run(command, tmp_path, 60, env) for env in ({}, forking())]
+    assert shown[0] == shown[1] and shown[0].endswith("[0, 1]\n")
+
+
 def test_a_fork_has_the_cores_of_its_stand_in(tmp_path):
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.sched_getaffinity(0))"

@@ -11,7 +11,7 @@ from tests import nets
 
 CPU = torch.device("cpu")
 # What does not take 64 pixels, and the size that it does take.
-SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 224}
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}
 RANDOM = "kaiming_uniform_ kaiming_normal_ xavier_uniform_ trunc_normal_ normal_ uniform_".split()
 
 
