@@ -76,6 +76,9 @@ class Parts:
                 self.optimizer.state[part][key] = _divide(value, part) if divided else value.clone()
         for buffer, ours in zip(self.net.buffers(), self.model.buffers(), strict=True):
             ours.copy_(buffer)
+        groups = self.whole_optimizer.param_groups, self.optimizer.param_groups
+        for whole, divided in zip(*groups, strict=True):
+            divided["lr"] = whole["lr"]  # an epoch that only lacks its validation reports it
 
     @torch.no_grad()
     def gather(self):

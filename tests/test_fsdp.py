@@ -108,6 +108,16 @@ def test_goes_on_where_ddp_stopped_and_back(work, tmp_path):
     assert_close(load(tmp_path / "c"), load(tmp_path / "ddp"))
 
 
+def test_an_epoch_that_only_lacks_its_validation(work, tmp_path):
+    """Its row is that of a run without a stop, with the learning rate of the last step."""
+    flags = [*NORMED, "--epochs", "1", "--checkpoint-dir"]
+    run([*FSDP, *flags, tmp_path / "c"], work)
+    straight, trained = rows(tmp_path / "c", timings=False), tmp_path / "c/checkpoint.prev.pth"
+    assert (load(trained.parent, trained.name)["epoch"], straight[0]["epoch"]) == (0, 1)
+    output = run([*FSDP, *flags, tmp_path / "d", "--resume", trained], work)
+    assert "epoch 0 [" not in output and rows(tmp_path / "d", timings=False) == straight
+
+
 @pytest.mark.parametrize("ranks", [4, 1, 7])
 def test_validates_every_image_once(ranks, work, two):
     """Of 360 images four processes have 90: batches of 15. Seven: 51 or 52; batches of 8 or 9."""
