@@ -215,7 +215,10 @@ class Job:
         self.lines.put("")
 
     def pids(self):
-        """Every live process that this job has started, itself included."""
+        """Every live process that this job has started, itself included, the oldest first.
+
+        Not in the order of pids: after the highest, often 32768, they begin at the lowest again.
+        """
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -224,10 +227,10 @@ class Job:
                     ours = int(numbers[2]) == self.process.pid  # its session: a fork has no mark
                     ours = ours or self.mark.encode() in (entry / "environ").read_bytes()
                     if ours and state != "Z":
-                        found.append(int(entry.name))
+                        found.append((int(numbers[18]), int(entry.name)))  # its start
                 except OSError:
                     continue  # ended meanwhile, or not ours to look at
-        return found
+        return [pid for _, pid in sorted(found)]
 
     def kill(self, number=signal.SIGKILL):
         for pid in self.pids():

@@ -478,7 +478,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
     """In a collective, in C++, where no handler of Python's runs: the other rank is stopped."""
     job = start("multiprocessing", tmp_path / "c", work)
     job.wait_for(r"epoch 0 \[4/")
-    stuck, stopped = sorted(processes(job)[1])
+    stuck, stopped = processes(job)[1]
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(1)
     os.kill(stuck, signal.SIGTERM)

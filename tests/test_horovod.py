@@ -45,7 +45,7 @@ def horovodrun(processes, script=SCRIPT):
 def worker(job, rank):
     """The pid of the training process of this rank: older than its loader workers."""
     mark = f"\0HOROVOD_RANK={rank}\0".encode()
-    return min(p for p in job.pids() if mark in Path(f"/proc/{p}/environ").read_bytes())
+    return next(p for p in job.pids() if mark in Path(f"/proc/{p}/environ").read_bytes())
 
 
 @pytest.fixture(scope="module")

@@ -253,7 +253,7 @@ def test_a_killed_process_ends_the_step_and_the_next_run_is_not_disturbed(shape,
     }
     if own:  # the second of those that the task has spawned: rank 3
         children = [p for p in job.pids() if f"\nPPid:\t{victim}\n" in said(p, "status")]
-        victim = sorted(p for p in children if "spawn_main" in said(p, "cmdline"))[1]
+        victim = [p for p in children if "spawn_main" in said(p, "cmdline")][1]
     os.kill(victim, 9)
     start = time.monotonic()
     code, output = job.wait(100)  # looks for leftovers too
