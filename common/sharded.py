@@ -78,7 +78,7 @@ class Parts:
             ours.copy_(buffer)
         groups = self.whole_optimizer.param_groups, self.optimizer.param_groups
         for whole, divided in zip(*groups, strict=True):
-            divided["lr"] = whole["lr"]  # an epoch that only lacks its validation reports it
+            divided["lr"] = whole["lr"]  # for the row of an epoch that only lacks its validation
 
     @torch.no_grad()
     def gather(self):

@@ -63,11 +63,12 @@ def stand_in(command):
     closed = not all(os.path.exists(f"/proc/self/fd/{number}") for number in files)
     if command[:1] == ["-u"]:
         del command[0]  # no fork buffers
-    if command[-1:] == ["--multiprocessing-fork"]:  # of mp.spawn: it reads a file that is open
+    if command[-1:] == ["--multiprocessing-fork"]:  # mp.spawn's: what it runs is in an open file
         del command[:-3]  # flags of Python, before -c
         opened = [int(number) for number in os.listdir("/proc/self/fd")]
         files |= {n: n for n in opened if os.path.exists(f"/proc/self/fd/{n}")}
     flag = command and command[0][0] == "-" and command[0] not in ("-m", "-c")
+    # It runs beside what mp.spawn starts, needs no torch, and has an open file too.
     tracker = any("multiprocessing.resource_tracker" in word for word in command)
     if closed or not command or flag or tracker:
         os.execv(os.environ["TEST_PYTHON"], [os.environ["TEST_PYTHON"], *command])
@@ -149,7 +150,7 @@ def keep_only(files):
         os.dup2(file, number)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number not in files:
-            with contextlib.suppress(OSError):  # that of the folder which was listed
+            with contextlib.suppress(OSError):  # os.listdir() has closed its own
                 os.close(number)
 
 
@@ -229,7 +230,8 @@ def run(request, asker):
         sys.argv.insert(0, kind)
     folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.abspath(kind)))
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
-    if sys.argv[1:] == ["--multiprocessing-fork"]:  # it compares its parent with who spawned it
+    if sys.argv[1:] == ["--multiprocessing-fork"]:
+        # common/process.py ends a process whose parent is not the one that spawned it.
         with open(f"/proc/{asker}/stat") as file:
             parent = int(file.read().rpartition(")")[2].split()[1])
         own, getppid = os.getpid(), os.getppid

@@ -35,7 +35,8 @@ def test_a_fork_imports_the_common_beside_its_script(tmp_path):
 SPAWNS = """
 import os, sys, torch.multiprocessing as mp
 def child(rank, asked, answers):
-    answers.put((rank, asked.get(), __name__, sys.argv, os.getcwd(), 'here' in sys.path))
+    started = "as a fork" if "--serve" in open("/proc/self/cmdline").read() else "as Python"
+    answers.put((rank, started, asked.get(), __name__, sys.argv, os.getcwd(), 'here' in sys.path))
     sys.exit(rank)
 if __name__ == "__main__":
     sys.path.append("here")
@@ -53,7 +54,8 @@ def test_what_a_fork_spawns_is_a_fork(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = [PYTHON, "spawns.py", "--flag"]
     shown = [run(command, tmp_path, 60, env) for env in ({}, forking())]
-    assert shown[0] == shown[1] and shown[0].endswith("[0, 1]\n")
+    assert shown[0].count("as Python") == 2 and shown[0].endswith("[0, 1]\n")
+    assert shown[0].replace("as Python", "as a fork") == shown[1]
 
 
 def test_a_fork_has_the_cores_of_its_stand_in(tmp_path):
