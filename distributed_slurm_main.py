@@ -16,21 +16,17 @@ import torch.nn as nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.arguments import ArgumentParser, bounded, output_file
+from common.arguments import ArgumentParser, bounded, user_errors
 from common.checkpoint import Run
-from common.device import own_cores, pick_device
-from common.errors import user_errors
+from common.device import own_cores, set_up_device
 from common.images import image_folders
-from common.loader import Seeded, TrainSampler, make_loader
+from common.loader import Seeded, TrainSampler, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy, reduce_mean
-from common.model import build_model
+from common.model import build_model, try_model
 from common.prefetcher import Prefetcher
-from common.process import Stop
-from common.progress import ProgressMeter, print_banner
-from common.records import save_predictions
-from common.seeds import seed_step
-from common.slurm import Step
-from common.spawn import child, supervise
+from common.process import StopRequest, run_child, supervise
+from common.report import ProgressMeter, print_banner, save_predictions
+from common.slurm import SrunTask
 from common.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,63 +36,77 @@ def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     positive, not_negative, number = bounded(int, 1), bounded(int, 0), bounded(float, 0)
-    add("--data", metavar="DIR", help="holds train/ and val/, each with a folder per class")
+    # The defaults of six flags depend on --data: IMAGENET and DIGITS in common/arguments.py.
+    add("--data", metavar="DIR", help="holds train/ and val/, a folder per class (default: digits)")
     add("-a", "--arch", help="a model of torchvision, or your package.module:callable")
     add("--pretrained", action="store_true", help="start from torchvision's weights")
     add("--epochs", type=positive, help="passes over the training images")
     add("-b", "--batch-size", type=positive, help="images per step, over all processes")
     add("--lr", type=number, help="learning rate for a batch of 256; it is scaled with the batch")
     add("--warmup-epochs", type=number, help="epochs in which the learning rate rises linearly")
-    add("--momentum", type=number, default=0.9, help="(default: %(default)s)")
-    add("--weight-decay", "--wd", type=number, default=1e-4, help="(default: %(default)s)")
+    add("--momentum", type=number, default=0.9, help="momentum of SGD")
+    add("--weight-decay", "--wd", type=number, default=1e-4, help="decay of all weights")
     add("--label-smoothing", type=bounded(float, 0, 1), default=0.0, help="of the training loss")
     add("-j", "--workers", type=not_negative, help="loader processes per data set (default: cores)")
-    add("--image-size", type=bounded(int, 1, 4096), help="pixels of width and height")
+    add("--image-size", type=bounded(int, 1, 4096), help="side length in pixels")
     add("-p", "--print-freq", type=positive, default=10, help="steps between two lines")
-    add("--seed", type=bounded(int, 0, 2**63 - 1), default=0, help="of all random numbers")
-    add("--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32")
+    add("--seed", type=bounded(int, 0, 2**63 - 1), default=0, help="random seed")
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    add("--precision", choices=DTYPES, default=precision, help="of the forward pass")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
-    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="(default: %(default)s)")
-    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too")
-    add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest in --checkpoint-dir")
+    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="one for each run")
+    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
+    add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
-    add("--predictions", type=output_file, metavar="CSV", help="write each prediction to this file")
+    add("--predictions", metavar="CSV", help="write each prediction to this file")
     add("--tensorboard", action="store_true", help="curves in --checkpoint-dir/tensorboard")
-    add("--max-steps", type=positive, help="end after N steps, all resumes counted")
+    add("--max-steps", type=positive, help="end after N steps in total, resumes included")
     add("--backend", choices=["nccl", "gloo"], help="(default: nccl on GPUs, gloo on CPUs)")
-    add("--dist-timeout", type=bounded(int, 1, 10**6), default=600, help="seconds to wait at most")
+    add("--dist-timeout", type=bounded(int, 1, 10**6), default=600, help="seconds a step may take")
     add("--nprocs", type=positive, help="processes per task (default: one per GPU; without GPUs 1)")
     add("--dist-file", metavar="PATH", help="on shared storage, to meet at (default: a TCP port)")
     add("--local-rank", "--local_rank", help="ignored: some launchers pass it")
     return parser.parse_args()
 
 
-def main(index, step):
-    # Who am I? The tasks have agreed on the ranks of their first processes (see launch).
-    rank = step.rank + index
-    local_rank = step.local_rank + index
-    world_size = step.world_size
-    local_world_size = step.local_world_size
-    stop = Stop(launched=True)
+def main(index, task):
+    # Who am I? The tasks of srun have agreed on the ranks of their first processes (see launch).
+    rank = task.rank + index
+    local_rank = task.local_rank + index
+    world_size = task.world_size
+    local_world_size = task.local_world_size
+    stop = StopRequest(die_with_parent=True)
 
     # Find what a user can get wrong before any process waits for another.
-    with user_errors(local_rank, stop):
-        args = parse_args()
-        device = pick_device(local_rank, local_world_size, args)
+    with user_errors(local_rank, stop):  # prints one line per node
+        run = Run(parse_args(), rank, world_size)  # locks the folder, then reads the checkpoint
+        args = run.args  # with --arch and --image-size of the checkpoint, if they are not given
+        device = set_up_device(local_rank, local_world_size, args)
+
+        # Data. Each process reads its own part of each batch and of the validation set. Workers are
+        # forked before NCCL or gloo has threads: a fork would copy the locks that these hold.
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
+        val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
+        run.plan(train_set, train_sampler.steps_per_epoch)
         local_batch_size = args.batch_size // world_size
-        run = Run(args, train_set, train_sampler.steps_per_epoch, world_size)
+        workers = own_cores(local_world_size) if args.workers is None else args.workers
+        train_loader = start_loader(
+            Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
+        )
+        val_loader = start_loader(val_set, val_sampler, local_batch_size, workers, device)
+
+        # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
         torch.manual_seed(args.seed)
-        net = build_model(args, len(train_set.classes), device, local_batch_size)
-        store = step.open_store(args.dist_timeout)
-        if rank == 0 and not args.evaluate:
-            run.open_folder()
+        net = build_model(args, len(train_set.classes), device)
+        example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
+        try_model(net, example, len(train_set.classes), local_batch_size, args)
+        store = task.open_store(args.dist_timeout)
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
-    watch = Watch(rank, world_size, run, store, args.dist_timeout, stop)
+    watch = Watch(rank, world_size, run, stop, args.dist_timeout, store)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     with watch:
         dist.init_process_group(
@@ -107,24 +117,14 @@ def main(index, step):
             timeout=timedelta(seconds=args.dist_timeout),
             device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
         )
-
-    # Data. Each process reads its own part of each batch, and its own part of the validation set.
-    workers = own_cores(local_world_size) if args.workers is None else args.workers
-    train_loader = make_loader(
-        Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
-    )
-    val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
-    val_loader = make_loader(val_set, val_sampler, local_batch_size, workers, device)
+    # Batches on the device, normalised. To fetch one and train on it is a `with watch:` block too.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
-    with user_errors(rank, stop):  # each node may have read a disk of its own
-        run.check_same(train_set, val_set, rank, world_size, device, reduce_mean)
 
-    # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = torch.optim.SGD(
         net.parameters(),
-        lr=args.lr,
+        lr=args.lr * args.batch_size / 256,  # train() sets it before each step
         momentum=args.momentum,
         weight_decay=args.weight_decay,
         fused=True,
@@ -135,43 +135,42 @@ def main(index, step):
     # gradients of all.
     model = nn.SyncBatchNorm.convert_sync_batchnorm(net) if args.sync_bn else net
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # BatchNorm's statistics are sent before each validation
+    model.broadcast_buffers = False  # after the constructor, which sends BatchNorm's statistics
 
     if args.compile:
         model.compile(dynamic=False)  # all batches have one size
-    meters = [AverageMeter("loss"), AverageMeter("acc@1"), AverageMeter("acc@5")]
-    run.restore(net, optimizer, scaler, meters)  # every process has read the same checkpoint
+    meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
+    with user_errors(rank, stop):
+        # From now on these are saved. If there is a checkpoint, they are filled from it. Anything
+        # else with a state_dict() can be added: scheduler=scheduler.
+        run.attach(net, optimizer, scaler, meters)
+        run.check_same(train_set, val_set, device, reduce_mean)  # a node may have its own disk
+        if rank == 0 and not args.evaluate:
+            run.tidy_folder()
     if rank == 0:
-        print_banner(run, train_set, val_set, workers, backend, device)
+        print_banner(run, train_set, val_set, example, workers, backend, device)
     if args.evaluate:
         stop.restore_defaults()  # nothing needs to be saved
         validate(val_batches, net, rank, world_size, args)
 
-    epochs = 0 if args.evaluate else math.ceil(run.total_steps / run.steps_per_epoch)
-    for epoch in range(run.epoch, epochs):
-        # --max-steps may cut the last epoch.
-        end = min(run.steps_per_epoch, run.total_steps - epoch * run.steps_per_epoch)
-        if run.step == run.steps_per_epoch:
-            speed = {}  # resumed from a checkpoint between this epoch's training and validation
-        elif run.step < end:
-            train_sampler.set_epoch(epoch, run.step, end)  # a new order, and the steps still to do
-            speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
-        else:
-            break  # resumed from a checkpoint that is at --max-steps already
+    # run.end_epoch() moves on to the next one. --max-steps may cut the last epoch short. A resumed
+    # epoch may have no steps left, only its validation.
+    for epoch, first, end in run.remaining(stop):
+        train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
+        speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
         if run.step < end:
-            break  # stopped by a signal
+            break  # stopped by a signal, and saved
 
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_batches, net, rank, world_size, args)
-        if run.step == run.steps_per_epoch:
-            run.epoch, run.step = epoch + 1, 0
+        is_best = run.end_epoch(acc1)  # on every rank; run.end() would make this epoch the last
         if rank == 0:
             row = {
-                "epoch": run.epoch,
-                "step": run.step,
-                "train_loss": meters[0].avg,
+                "epoch": run.epoch,  # epochs completed
+                "step": run.step,  # 0, unless --max-steps has cut this epoch
+                "train_loss": meters["loss"].avg,
                 "val_loss": val_loss,
                 "acc1": acc1,
                 "acc5": acc5,
@@ -179,16 +178,14 @@ def main(index, step):
                 "world_size": world_size,
                 "batch_size": args.batch_size,
             }
-            run.save(row | speed, acc1)
-        if stop.agreed:
-            break
+            run.save(row | speed, is_best)
 
-    unfinished = run.global_step() < run.total_steps and not args.evaluate
+    unfinished = not run.finished() and not args.evaluate
     if rank == 0 and unfinished:
         print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
     stop.ignore()  # a signal from here on could only hide the exit code
     del model
-    gc.collect()  # its threads must end before the interpreter does, or gloo aborts
+    gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()
     dist.destroy_process_group()
     return 75 if unfinished else 0  # EX_TEMPFAIL: start it again
@@ -197,17 +194,17 @@ def main(index, step):
 def train(batches, model, criterion, run, stop, rank, world_size, args):
     """Train an epoch from run.step on, to its end or until a signal stops it.
 
-    Returns how fast it was, a dict for metrics.jsonl.
+    Returns how fast it was, a dict for metrics.jsonl; {} where no step was left.
     """
     device, optimizer, scaler = batches.device, run.optimizer, run.scaler
     progress = ProgressMeter(run, end=run.step + len(batches))
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, stop
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, acc@1 and acc@5
     model.train()
     for images, target in batches:
         seed_step(args.seed, run.epoch, run.step, rank)  # dropout is the same after a resume
         lr = learning_rate(args, run.epoch + run.step / run.steps_per_epoch)
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("scale", 1)  # a group may have a rate of its own
+            group["lr"] = lr * group.get("scale", 1)  # a group with "scale": 0.1 learns slower
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
             output = model(images)
             loss = criterion(output, target)
@@ -218,23 +215,25 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
         scaler.update()
 
         run.step += 1
-        # float64 adds up float32 values without rounding: a resumed run has the same averages.
-        sums[:3] += torch.stack([loss.detach(), *accuracy(output, target)]).float()
+        acc1, acc5 = accuracy(output, target)
+        # Rounded to float32, which float64 adds up exactly: a resumed run has the same averages.
+        sums += torch.stack([loss.detach(), acc1, acc5]).float()
         at_end = run.step == progress.end
-        # A complete epoch is saved before its validation, so that a crash there costs that alone.
+        # A complete epoch is saved before its validation, so a crash there loses only that.
         # One that --max-steps cuts is saved after its validation.
-        save_now = run.step == run.steps_per_epoch
-        if args.checkpoint_freq > 0 and not at_end:
-            save_now = run.step % args.checkpoint_freq == 0
+        complete = run.step == run.steps_per_epoch
+        due = args.checkpoint_freq > 0 and run.step % args.checkpoint_freq == 0
+        save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
         if save_now or at_end or run.step % args.print_freq == 0:
-            sums[3] = stop.requested.is_set()
-            *values, stopping = reduce_mean(sums, world_size).tolist()
-            stop.agreed = stopping > 0  # one process that was asked to stop is enough
+            asked = torch.full_like(sums[:1], stop.requested.is_set())
+            means = reduce_mean(torch.cat([sums, asked]), world_size)
+            loss_sum, acc1_sum, acc5_sum, asked = means.tolist()
             sums.zero_()
-            if not math.isfinite(values[0]):
-                raise FloatingPointError(f"the loss is {values[0]}")
-            progress.update(values)
+            stop.agreed = asked > 0  # one process that was asked to stop is enough
+            if not math.isfinite(loss_sum):
+                raise FloatingPointError(f"the loss is {loss_sum}")
+            progress.update([loss_sum, acc1_sum, acc5_sum])
             if rank == 0:
                 progress.display(lr)
                 if save_now or (stop.agreed and not at_end):
@@ -257,25 +256,26 @@ def learning_rate(args, epoch):
 def validate(batches, net, rank, world_size, args):
     """Mean loss, acc@1 and acc@5 over the data set: every image counts exactly once."""
     device, dataset = batches.device, batches.loader.dataset
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, acc@1, acc@5, images
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # of loss, acc@1, acc@5 and images
     predictions = [torch.zeros(0, 2, device=device)]  # [n, 2] of each batch: confidence and class
     net.eval()
     for images, target in batches:
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
             output = net(images)  # needs no other process: parts may differ in length
         loss = cross_entropy(output.float(), target)
-        values = [loss, *accuracy(output, target), torch.ones_like(loss)]
-        sums += torch.stack(values) * len(target)
+        acc1, acc5 = accuracy(output, target)
+        sums += torch.stack([loss, acc1, acc5, torch.ones_like(loss)]) * len(target)
         if args.predictions:
             confidence, predicted = output.float().softmax(dim=1).max(dim=1)
             predictions.append(torch.stack([confidence, predicted], dim=1))
 
     # Batches and parts differ in size: add up first, divide once by the number of all images.
-    *values, count = reduce_mean(sums, world_size).tolist()
+    loss_sum, acc1_sum, acc5_sum, count = reduce_mean(sums, world_size).tolist()
     assert round(count * world_size) == len(dataset), "images lost or counted twice"
-    loss, acc1, acc5 = (value / count for value in values)
+    loss, acc1, acc5 = loss_sum / count, acc1_sum / count, acc5_sum / count
     if rank == 0:
-        print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
+        top5 = f"  acc@5 {acc5:.3f}" if len(dataset.classes) > 5 else ""  # else it is 100
+        print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}{top5}", flush=True)
     if args.predictions:
         all_predictions = [None] * world_size
         dist.all_gather_object(all_predictions, torch.cat(predictions).cpu())
@@ -288,13 +288,12 @@ def launch():
     """Be one task of srun: agree with the others on who is who, then run its processes."""
     with user_errors(int(os.environ.get("SLURM_LOCALID", 0))):
         args = parse_args()
-        step = Step(os.environ, args.dist_file)
-    with user_errors(rank=0):
-        step.agree(args.nprocs, sharing=args.backend == "gloo", seconds=args.dist_timeout)
-    if step.nprocs == 1:
-        return main(0, step)
-    children = mp.spawn(child, (main, step), step.nprocs, join=False)
-    return supervise(children, step.rank)
+        task = SrunTask(os.environ, args.dist_file)
+        task.agree(args.nprocs, sharing=args.backend == "gloo", seconds=args.dist_timeout)
+    if task.nprocs == 1:
+        return main(0, task)
+    children = mp.spawn(run_child, (main, task), task.nprocs, join=False)
+    return supervise(children, task.rank)
 
 
 if __name__ == "__main__":

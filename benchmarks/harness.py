@@ -17,9 +17,9 @@ from statistics import median
 
 import torch
 
+from common.arguments import user_errors
 from common.device import own_cores
-from common.errors import user_errors
-from common.process import die_with_parent
+from common.process import end_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGENET_IMAGES = 1281167
@@ -95,7 +95,7 @@ class Contestant:
 
 def _run(function, *args):
     multiprocessing.set_start_method(None, force=True)  # else its own children are spawned too
-    die_with_parent()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it kills this process
     with user_errors(rank=0):
         function(*args)

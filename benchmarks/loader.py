@@ -28,9 +28,8 @@ from benchmarks.harness import (
     spread,
 )
 from benchmarks.photographs import photographs
-from common.device import tune_malloc
 from common.images import ImageArchive, ImageFolder, random_crop
-from common.loader import Seeded, TrainSampler, make_loader
+from common.loader import Seeded, TrainSampler, start_loader
 from common.prefetcher import MEAN, STD, Prefetcher
 
 NAMES = {
@@ -121,8 +120,6 @@ def measure(connection, name, root, args):
         dataset = datasets.ImageFolder(root, transforms.Compose(recipe))
         batches, sampler = usual_loader(dataset, args), None
     else:
-        if not GPU:
-            tune_malloc()  # as the scripts do
         crop = functools.partial(random_crop, size=args.image_size)
         if name == "archive":
             dataset = ImageArchive([f"{root}.tar"], "train", crop)
@@ -151,7 +148,7 @@ def measure(connection, name, root, args):
 def our_loader(dataset, args):
     """(loader, its sampler) as the scripts make them."""
     sampler = TrainSampler(len(dataset), args.batch_size, rank=0, world_size=1, seed=0)
-    loader = make_loader(Seeded(dataset, 0), sampler, args.batch_size, args.workers, DEVICE)
+    loader = start_loader(Seeded(dataset, 0), sampler, args.batch_size, args.workers, DEVICE)
     return loader, sampler
 
 

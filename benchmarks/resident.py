@@ -5,9 +5,9 @@ from torch.utils.data import BatchSampler
 
 
 class ResidentLoader:
-    """Yields one batch, which is on the device already, as often as make_loader() would yield one.
+    """Yields one batch, which is on the device already, as often as start_loader()'s would.
 
-    It takes the place of make_loader() and has the same arguments. `sampler` is read as usual.
+    It takes the place of start_loader() and has its arguments. `sampler` is read as usual.
     """
 
     def __init__(self, dataset, sampler, batch_size, workers, device):

@@ -32,7 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.resident import ResidentLoader
 from benchmarks.roofline import roofline
-from common.device import set_threads, tune_malloc
+from common.device import set_threads
 from common.model import build_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,7 +99,7 @@ def main():
 
 def run_script(connection, args, folder):
     """A contestant: distributed.py as it is, but with GuidedLoader for its loader."""
-    common.loader.make_loader = functools.partial(GuidedLoader, connection=connection)
+    common.loader.start_loader = functools.partial(GuidedLoader, connection=connection)
     flags = {
         "--arch": args.arch,
         "--batch-size": args.batch_size,
@@ -133,8 +133,6 @@ class GuidedLoader(ResidentLoader):
 
 def bare_loop(connection, args):
     """A contestant: no more than forward, backward and optimizer, with the script's settings."""
-    if not GPU:
-        tune_malloc()
     dtype = DTYPES[args.precision]
     measure_loop(connection, args, dtype, torch.channels_last, fused=True, compiled=args.compile)
 
@@ -150,7 +148,7 @@ def measure_loop(connection, args, dtype, layout, fused, compiled):
     args.pretrained = False  # build_model() reads it
     set_threads(1)
     torch.backends.cudnn.benchmark = True
-    net = build_model(args, 10, DEVICE).train().to(memory_format=layout)
+    net = build_model(args, 10, DEVICE).to(memory_format=layout)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=DEVICE)
     images = images.contiguous(memory_format=layout)
     target = torch.arange(args.batch_size, device=DEVICE) % 10

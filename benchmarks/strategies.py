@@ -162,7 +162,7 @@ def copy_of_scripts(resident):
         os.symlink(Path("data").resolve(), Path(folder, "data"))
         if resident:
             with open(Path(folder, "common", "loader.py"), "a") as file:
-                file.write("\nfrom benchmarks.resident import ResidentLoader as make_loader\n")
+                file.write("\nfrom benchmarks.resident import ResidentLoader as start_loader\n")
         yield folder
 
 
@@ -183,7 +183,7 @@ def slurm_cluster(needed):
     if not needed or "SLURM_CONF" in os.environ:
         yield {}
         return
-    script = ROOT / "tests/slurm/cluster.sh"
+    script = ROOT / "tests/cluster/slurm/cluster.sh"
     with tempfile.TemporaryDirectory() as folder:
         cluster = f"{folder}/two"
         subprocess.run([script, "start", cluster], check=True, stdout=subprocess.DEVNULL)

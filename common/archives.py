@@ -2,153 +2,279 @@
 
 import contextlib
 import fcntl
-import glob
+import functools
 import hashlib
+import io
 import json
 import os
 import re
+import tarfile
+import time
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
 
-from .files import sync, temporary, try_remove
-from .tar_index import DEVKIT, ILSVRC, compressed, make_index, needs_devkit
-
-FORMAT = 1  # of the index: another one is made anew
-OPEN_FILES = 256  # at most, of one data set; a process may often open 1024
+ILSVRC = "ILSVRC2012_img_{}.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+COMPRESSED = r"\.(tar\.\w+|t[gbx]z2?|tzst)$"
+MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
+FORMAT = 2  # of the index
+KEEP = 30 * 86400  # seconds: an index that was not read for so long is removed
 
 
 def find_archives(data, part):
     """The archives of `part`, train or val, in the folder `data`: a list of paths, [] for none.
 
     They are PART.tar, or PART-000000.tar, PART-000001.tar, ..., or ILSVRC2012's own. Raises
-    ValueError for shards of which one is missing, and for compressed archives.
+    ValueError for more than one of these, for missing shards, and for compressed archives.
     """
     files = sorted(os.listdir(data)) if os.path.isdir(data) else []
-    if names := [name for name in (f"{part}.tar", ILSVRC.format(part)) if name in files]:
-        return [os.path.join(data, names[0])]
-    shards = {int(m[1]): m[0] for f in files if (m := re.fullmatch(rf"{part}-(\d+)\.tar", f))}
-    if shards:
-        missing = [n for n in range(min(shards), max(shards)) if n not in shards]
-        if missing:
-            raise ValueError(f"{data} has {shards[max(shards)]}, but no {part} shard {missing[0]}")
-        return [os.path.join(data, shards[number]) for number in sorted(shards)]
-    for name in files:
-        if re.fullmatch(rf"{part}(-\d+)?\.(tar\.\w+|t[gbx]z2?|tzst)", name):
-            raise ValueError(compressed(os.path.join(data, name)))
-    return []
+    names = [name for name in (f"{part}.tar", ILSVRC.format(part)) if name in files]
+    shards = [(int(m[1]), f) for f in files if (m := re.fullmatch(rf"{part}-(\d+)\.tar", f))]
+    for expected, (number, name) in enumerate(sorted(shards)):
+        if number != expected:
+            place = f"{data} has {name} where {part} shard {expected} should be"
+            raise ValueError(f"{place}: number the shards from 0, each number once")
+        names.append(name)
+    if len(names) > max(1, len(shards)):
+        raise ValueError(f"{data} has both {names[0]} and {names[1]}: move one of them away")
+    if not names and (found := [f for f in files if re.match(rf"{part}(-\d+)?{COMPRESSED}", f)]):
+        raise ValueError(_compressed(os.path.join(data, found[0])))
+    return [os.path.join(data, name) for name in names]
 
 
-class Archives:
-    """The images of some tar archives, in the order that image folders have.
+def _compressed(path):
+    plain = re.sub(COMPRESSED, "", path).removesuffix(".tar")
+    return f"{path} is compressed, so no image can be read alone: unpack it to a plain {plain}.tar"
+
+
+def load_index(paths, part):
+    """Where the images in some archives are, in the order that image folders have: a dict.
 
     Members are CLASS/NAME.jpg, or KEY.jpg beside a KEY.cls with the number of the class, or they
-    are archives CLASS.tar. classes: names. For each image, as arrays: `names` (bytes, CLASS/NAME),
-    `targets`, and where its bytes lie: `archives` (its index in `paths`), `offsets`, `sizes`.
+    are archives CLASS.tar. `classes`: names; `numbered`: whether they are those in KEY.cls. For
+    each of n images, as arrays: `names` [n], the bytes CLASS/NAME, `targets` [n] and `places`
+    [n, 3]: archive (an index of `paths`), offset and size in bytes, for read_member().
 
-    The index is written to PART.index.npz beside the archives or, where that cannot be, to a cache
-    folder. It holds their sizes and times, and is made anew when they change. Of the processes of a
-    node, one makes it and the others wait. Raises ValueError for archives that are not complete, or
-    have no classes.
+    It is made once and kept in a cache folder below TORCH_HOME. Of several processes that need it,
+    one makes it and the others wait. Raises ValueError for archives that are incomplete or have no
+    classes.
     """
-
-    def __init__(self, paths, part):
-        self.paths, self.files = paths, {}
-        for number in range(min(len(paths), OPEN_FILES)):
-            self._file(number)
-        index = _index(paths, part)
-        self.names, self.targets = index["names"], index["targets"]
-        self.classes = [os.fsdecode(name) for name in index["classes"]]
-        self.archives, self.offsets = index["archives"], index["offsets"]
-        self.sizes = index["sizes"]
-
-    def __getstate__(self):
-        return self.__dict__ | {"files": {}}  # a spawned worker opens its own
-
-    def __del__(self):
-        for file in self.files.values():
-            os.close(file)
-
-    def _file(self, number):
-        if number not in self.files:
-            file = os.open(self.paths[number], os.O_RDONLY)
-            if len(self.files) == OPEN_FILES:
-                os.close(self.files.pop(next(iter(self.files))))
-            self.files[number] = file
-        return self.files[number]
-
-    def read(self, index):
-        """The bytes of an image. Raises ValueError where the archive ends before them."""
-        size = int(self.sizes[index])
-        # A position of its own: the workers share the file, and with it its position.
-        data = os.pread(self._file(self.archives[index]), size, int(self.offsets[index]))
-        if len(data) < size:
-            raise ValueError("the archive has become shorter")
-        return data
-
-    def name(self, index):
-        return f"{self.paths[self.archives[index]]}:{os.fsdecode(self.names[index])}"
-
-
-def _index(paths, part):
-    """The index of archives as a dict of arrays: read where there is one, else made and written."""
-    folder = os.path.dirname(os.path.realpath(paths[0]))
-    used = [*paths, os.path.join(folder, DEVKIT)] if needs_devkit(paths[0]) else paths
-    if not os.path.exists(used[-1]):
-        raise ValueError(f"no {used[-1]}: it has the classes of the images in {paths[0]}")
-    stats = [(os.path.basename(path), os.stat(path)) for path in used]
-    stamp = json.dumps([FORMAT, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]])
-    key = hashlib.sha256(f"{folder} {stamp}".encode(errors="surrogateescape")).hexdigest()[:16]
-    cache = os.path.join(os.path.dirname(torch.hub.get_dir()), "archives")
-    places = [f"{folder}/{part}.index.npz", f"{cache}/{part}-{key}.index.npz"]
-    for place in places:
-        if index := _read(place, stamp):
+    _open.cache_clear()  # other files may have these names by now
+    devkit = []
+    if os.path.basename(paths[0]) == ILSVRC.format("val"):
+        devkit = [os.path.join(os.path.dirname(paths[0]), DEVKIT)]
+        if not os.path.exists(devkit[0]):
+            raise ValueError(f"no {devkit[0]}: it has the classes of the images in {paths[0]}")
+    states = [(os.path.realpath(path), os.stat(path)) for path in paths + devkit]
+    key = [(path, state.st_size, state.st_mtime_ns) for path, state in states]
+    key = hashlib.sha256(json.dumps([FORMAT, IMG_EXTENSIONS, part, key]).encode()).hexdigest()
+    folder = os.path.join(os.path.dirname(torch.hub.get_dir()), "archives")
+    place = f"{folder}/{part}-{key[:16]}.npz"
+    if index := _read_index(place):
+        return index
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(f"{place}.lock", "a") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            index = _read_index(place)  # another process may have made it meanwhile
+            if not index:
+                index = make_index(paths, part, *devkit)
+                _write_index(place, index)
             return index
-    made = None
-    for place in places:
-        try:
-            with _locked(place):
-                if index := _read(place, stamp):  # another process has made it meanwhile
-                    return index
-                if os.path.exists(place):
-                    print(f"{place} is damaged, or of other archives: it is made anew", flush=True)
-                made = made or make_index(used, part) | {"stamp": np.array(stamp)}
-                _write(place, made)
-                return made
-        except OSError as error:
-            reason = error
-    raise ValueError(f"cannot write {' or '.join(places)}: {reason}: set TORCH_HOME to a folder")
+    except OSError as error:
+        remedy = "set TORCH_HOME to a folder for it"
+        raise ValueError(f"cannot write {place}: {error.strerror}: {remedy}") from None
 
 
-def _read(place, stamp):
-    """The index in a file; None if there is none, or it is damaged or of other archives."""
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+def read_member(path, offset, size):
+    """The bytes of a member. Raises ValueError where the archive ends before them."""
+    # With its offset: forked workers share the file, and with it the file's position.
+    data = os.pread(_open(path).fileno(), size, offset)
+    if len(data) < size:
+        raise ValueError("the archive has become shorter")
+    return data
+
+
+@functools.lru_cache(maxsize=256)  # a process may often open 1024
+def _open(path):
+    return open(path, "rb", buffering=0)
+
+
+def _read_index(place):
+    """The index in a file; None if there is none, or it is damaged."""
+    try:
         with np.load(place) as file:
-            index = {name: file[name] for name in file.files}
-        return index if index["stamp"] == stamp else None
+            return dict(file)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return None
 
 
-@contextlib.contextmanager
-def _locked(place):
-    """Keep other processes from making the same index, as far as the file system has locks."""
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    folder, name = os.path.split(place)
-    with open(os.path.join(folder, f".{name}.lock"), "a") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _write_index(place, index):
+    """Write the whole index or nothing; remove those that have not been used for long.
 
-
-def _write(place, index):
-    """Write the whole index or nothing."""
-    for left in glob.glob(f"{glob.escape(place)}.*.tmp"):  # of a process that was killed
-        try_remove(left)
-    new = temporary(place)
+    They would fill the cache where each job copies the archives to a disk of its own.
+    """
+    new = f"{place}.{os.getpid()}.tmp"
     try:
         with open(new, "wb") as file:
             np.savez(file, **index)
-            sync(file)
         os.replace(new, place)
     finally:
-        try_remove(new)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(new)
+    with contextlib.suppress(OSError):  # another process removes them too
+        for old in os.scandir(os.path.dirname(place)):
+            if old.stat().st_atime < time.time() - KEEP:
+                os.remove(old)
+
+
+def make_index(paths, part, devkit=None):
+    """Make what load_index() returns. Raises ValueError.
+
+    Sorted as image folders are: the files of a folder by name, then its folders. devkit: the file
+    with the classes of ILSVRC2012's images to validate.
+    """
+    contents = [_scan(path) for path in paths]
+    numbered = not devkit and any(_key(name) in c.labels for c in contents for name in c.images)
+    images, classes = [], set()
+    for number, content in enumerate(contents):
+        labels, start = {}, 0
+        if devkit:
+            labels = _devkit_labels(devkit, content.images)
+        elif numbered:
+            labels = {name: _number(paths[number], name, content.labels) for name in content.images}
+        else:
+            folders = {name.partition("/")[0] for name in [*content.images, *content.folders]}
+            start = len(part) + 1 if folders == {part} else 0  # tar -cf train.tar train
+            classes |= {name[start:].partition("/")[0] for name in content.folders} - {""}
+        for name, where in content.images.items():
+            name = f"{labels[name]}/{os.path.basename(name)}" if labels else name[start:]
+            *folders, file = name.split("/")
+            if folders:
+                images.append((folders, file, (number, *where)))
+    if not images:
+        raise ValueError(
+            f"{paths[0]} has no images in classes: make it of a folder with a folder per class "
+            f"(tar -cf {part}.tar -C {part} .), or put a KEY.cls beside each KEY.jpg"
+        )
+    classes |= {folders[0] for folders, *_ in images}
+    classes = sorted(classes, key=int if numbered else None)
+    gaps = [i for i, name in enumerate(classes) if name != str(i)]
+    if numbered and part == "train" and gaps:
+        wrong = f"a KEY.cls has class {classes[-1]}, but none has class {gaps[0]}"
+        raise ValueError(f"{paths[0]}: {wrong}: number the classes from 0 without gaps")
+    target = {name: i for i, name in enumerate(classes)}
+    images.sort(key=lambda image: (target[image[0][0]], *image))
+    names = ["/".join([*folders, file]) for folders, file, _ in images]
+    return {
+        "classes": np.array([os.fsencode(name) for name in classes]),
+        "numbered": np.array(numbered),
+        "names": np.array([os.fsencode(name) for name in names]),
+        "targets": np.array([target[folders[0]] for folders, *_ in images]),
+        "places": np.array([place for *_, place in images]),
+    }
+
+
+def _scan(path):
+    """What an archive holds: images {name: (offset, size)}, folders and labels {KEY: bytes}."""
+    print(f"indexing {path}, once", flush=True)
+    contents = SimpleNamespace(images={}, folders=set(), labels={})
+    try:
+        with open(path, "rb") as file, tqdm(unit="B", unit_scale=True, disable=None) as bar:
+            if file.read(6).startswith(MAGIC):
+                raise ValueError(_compressed(path))
+            file.seek(0)
+            bar.total = os.path.getsize(path)
+            _add_members(contents, file, path, bar)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    return contents
+
+
+def _add_members(contents, file, path, bar, folder="", base=0):
+    """Add what a tar file holds, which begins at byte `base` of the one on disk.
+
+    Of a file x in an archive C.tar in it the name is C/x. What begins with a dot does not count.
+    """
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            while member := archive.next():
+                archive.members.clear()  # else it keeps them all
+                bar.update(base + member.offset - bar.n)
+                name, offset = _join(folder, member.name), base + member.offset_data
+                if "/." in f"/{name}":
+                    continue
+                stem, kind = os.path.splitext(name)
+                kind = kind.lower()
+                if member.isdir():
+                    contents.folders.add(name)
+                elif kind == ".tar" and member.isreg():
+                    contents.folders.add(stem)
+                    inner = archive.extractfile(member)
+                    _add_members(contents, inner, f"{path}:{name}", bar, stem, offset)
+                elif kind == ".cls" and member.isreg():
+                    contents.labels[stem] = archive.extractfile(member).read(50)
+                elif kind in IMG_EXTENSIONS and member.isreg() and not member.issparse():
+                    contents.images[name] = offset, member.size
+                elif member.islnk() and _join(folder, member.linkname) in contents.images:
+                    contents.images[name] = contents.images[_join(folder, member.linkname)]
+                elif kind in (".cls", *IMG_EXTENSIONS):
+                    remedy = "pack with tar --dereference"
+                    raise ValueError(f"{path}: {name} is not a regular file: {remedy}")
+            _check_end(file, archive.offset, path)
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} is damaged, or not a tar archive: {error}") from None
+
+
+def _join(folder, name):
+    return os.path.join(folder, os.path.normpath(name).lstrip("/"))
+
+
+def _key(name):
+    return os.path.splitext(name)[0]
+
+
+def _check_end(file, end, path):
+    """tarfile takes damage for an archive's end, which are 512 zeros, and so ends many a copy."""
+    file.seek(end)
+    if file.read(512) != bytes(512):
+        raise ValueError(f"{path} is incomplete, or damaged at byte {end}: copy it again")
+    while block := file.read(512):
+        if block[257:262] == b"ustar":
+            raise ValueError(f"{path} is several archives in one: join them with tar --concatenate")
+
+
+def _number(path, name, labels):
+    """The class of an image as its KEY.cls has it."""
+    key = _key(name)
+    if key not in labels:
+        raise ValueError(f"{path}: there is no {key}.cls beside {name}")
+    text = labels[key].decode(errors="replace").strip()
+    if not text.isdecimal():
+        raise ValueError(f"{path}: {key}.cls is {text!r}, not the number of a class")
+    return int(text)
+
+
+def _devkit_labels(devkit, images):
+    """{name: WordNet id} of ILSVRC2012's images to validate."""
+    folder = f"{DEVKIT.removesuffix('.tar.gz')}/data"
+    try:
+        from scipy.io import loadmat
+
+        with tarfile.open(devkit) as archive:
+            meta = archive.extractfile(f"{folder}/meta.mat").read()
+            truth = archive.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt").read()
+        synsets = np.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
+        names = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
+        labels = [names[int(number)] for number in truth.split()]
+    except Exception as error:  # of many types; or there is no scipy
+        raise ValueError(f"cannot read {devkit}: {error}") from None
+    if len(images) != len(labels):
+        raise ValueError(f"{devkit} has the classes of {len(labels)} images, not {len(images)}")
+    return dict(zip(sorted(images), labels, strict=True))

@@ -1,8 +1,11 @@
-"""The command line: a parser that says its errors in one line, and types for its flags."""
+"""The command line: flags with their defaults and limits, and errors that a user can cause."""
 
 import argparse
+import contextlib
 import math
 import os
+import sys
+import time
 
 # Defaults for --data, and for the built-in digits.
 IMAGENET = {"arch": "resnet50", "epochs": 90, "batch_size": 256, "lr": 0.1}
@@ -12,17 +15,29 @@ DIGITS |= {"warmup_epochs": 1.0, "image_size": 64}
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage, once per process, and exit.
+    """Adds each default to --help. Raises ValueError for what is wrong, an empty value too.
 
-    Flags of IMAGENET and DIGITS that are None take the default of the data that is trained on. An
-    empty value is an error.
+    argparse itself would print its usage, once per process, and exit.
     """
 
+    def add_argument(self, *names, **more):
+        action = super().add_argument(*names, **more)
+        text, default = action.help or "", action.default
+        if default is None and action.dest in IMAGENET:
+            default, digits = IMAGENET[action.dest], DIGITS[action.dest]
+            if digits != default:
+                default = f"{default}; for the digits: {digits}"
+        unset = default is None or default is False or default is argparse.SUPPRESS
+        if not unset and "(default: " not in text:
+            action.help = f"{text} (default: {default})".strip()
+        return action
+
     def parse_args(self, *given):
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # it is None where it is closed
+                # A path that the terminal's encoding does not have is printed with escapes.
+                stream.reconfigure(errors="backslashreplace")
         args = super().parse_args(*given)
-        for name, value in (IMAGENET if args.data else DIGITS).items():
-            if getattr(args, name, value) is None:
-                setattr(args, name, value)
         for name, value in vars(args).items():
             if value == "":
                 self.error(f"--{name.replace('_', '-')} is empty: is a variable not set?")
@@ -32,28 +47,77 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
+def complete(args, saved):
+    """A new Namespace: `args`, with a value for each flag that is None and has a default.
+
+    saved: a dict, the args of a checkpoint; {} where there is none. Its arch and image_size are
+    the defaults: another image size than that of the training gives another accuracy. The other
+    defaults are those of the data.
+    """
+    defaults = dict(IMAGENET if args.data else DIGITS)
+    defaults |= {name: saved[name] for name in ("arch", "image_size") if name in saved}
+    missing = {name: defaults.get(name) for name, value in vars(args).items() if value is None}
+    return argparse.Namespace(**vars(args) | missing)
+
+
 def bounded(kind, lowest, highest=math.inf):
     """A `type` for add_argument: a finite int or float (`kind`) from `lowest` to `highest`."""
 
     def number(text):
         value = kind(text)
-        if not lowest <= value <= highest or value == math.inf:  # NaN is never between bounds
-            limit = f" to {highest}" if highest < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {lowest}{limit}")
+        if value == math.inf:
+            raise argparse.ArgumentTypeError(f"must be finite, not {text}")
+        if not lowest <= value <= highest:  # as NaN is
+            limit = f"at least {lowest}"
+            if highest < math.inf:
+                limit = f"between {lowest} and {highest}"
+            raise argparse.ArgumentTypeError(f"must be {limit}, not {text}")
         return value
 
     number.__name__ = kind.__name__  # argparse names it in its messages
     return number
 
 
-def output_file(text):
-    """A `type` for add_argument: where a file can be written, behind any symbolic link.
+@contextlib.contextmanager
+def user_errors(rank, stop=None, remedy=None):
+    """Turn a ValueError or an OSError into one line on stderr and exit code 2.
 
-    What is there already must be a regular file: a device or a pipe would be replaced by a file.
+    Several processes meet the same error, and only the one with rank 0 reports it. rank: the local
+    rank where each node can have an error of its own, the rank where all processes have the same.
+    The others wait until the launcher stops them: if one of them exited first, the launcher could
+    stop rank 0 before it has written its line. stop: the StopRequest of this process, if there is
+    one already; a signal ends the block at once, for nothing is trained yet. With `remedy`, a text,
+    an ImportError is reported the same way.
     """
-    target = os.path.realpath(text)
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise argparse.ArgumentTypeError(f"{text} is not a regular file")
-    if not os.access(os.path.dirname(target), os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {text}")
-    return target
+    try:
+        try:
+            if stop:
+                stop.at_once = True
+            yield
+        finally:
+            if stop:
+                stop.at_once = False
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, ImportError) and not remedy:
+            raise
+        if rank:
+            # If rank 0 has not exited after 30 s, only this process has the error: report it.
+            stopped = stop.requested.wait(30) if stop else time.sleep(30)
+            if stopped:
+                os._exit(2)
+        say(f"error: {first_line(error)}{f': {remedy}' if remedy else ''}")
+        os._exit(2)
+
+
+def first_line(error):
+    """What an exception says, without the lines that follow; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def say(text):
+    """Write a text to stderr, after all that was printed so far; nothing where both are closed."""
+    for stream, words in ((sys.stdout, ""), (sys.__stderr__, f"{text}\n")):
+        # Nobody reads it any more; it is None; it was closed by close().
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            stream.write(words)
+            stream.flush()

@@ -1,8 +1,14 @@
 """Where a training run stands, and the checkpoints from which it goes on."""
 
+import contextlib
+import errno
+import fcntl
+import io
 import json
+import math
 import os
 import pickle
+import re
 import sys
 import time
 import zipfile
@@ -10,57 +16,60 @@ import zlib
 
 import torch
 
-from .files import TEMPORARY, is_same, lock_folder, replace_by_link, sync, temporary, try_remove
-from .records import Curves, append_line, cut_rows, json_line
+from .arguments import complete, first_line
+from .report import Curves, append_line, check_predictions, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
+TEMPORARY = re.compile(r"(checkpoint.*\.pth|model_best\.pth|metrics\.jsonl)\.\d+\.tmp")
 
 
 class Run:
-    """Where a run stands: epochs completed, steps done in the current one, best acc@1 so far.
+    """Where a run stands: epochs completed, steps done in the current one, the best score so far.
 
-    Reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
-    args.checkpoint_dir, or starts afresh. restore() then fills the model and what trains it, and
-    save() writes them. A run whose `step` equals steps_per_epoch has trained that epoch and not
-    validated it. total_steps: where the run ends. train_set: a data set with a list `classes`.
-    Raises ValueError for a checkpoint that is damaged or does not fit, OSError for one that cannot
-    be read.
+    Rank 0 first locks args.checkpoint_dir, unless it only evaluates. Then each process reads the
+    checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in the
+    folder, or starts afresh. So what a run continues from is what lies there while it has the lock.
+    Nothing in the folder is changed before tidy_folder().
+
+    A run whose `step` equals steps_per_epoch has trained that epoch and not validated it.
+    Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
+    that is damaged or does not fit; OSError for what cannot be read or written.
     """
 
-    def __init__(self, args, train_set, steps_per_epoch, world_size):
+    def __init__(self, args, rank, world_size):
+        self.rank, self.world_size = rank, world_size
         self.folder = os.path.realpath(args.checkpoint_dir)
         self.newest = os.path.join(self.folder, NEWEST)
-        self.classes, self.steps_per_epoch = [str(c) for c in train_set.classes], steps_per_epoch
-        self.total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-        # Saved beside the weights: what made them, and what is compared when they are resumed.
-        known = vars(args) | {"world_size": world_size, "images": len(train_set)}
-        # read_checkpoint() takes plain values only.
-        self.args = json.loads(json.dumps(known, default=str))
-        self.resumed_args = {}
-        self.epoch, self.step, self.best_acc1 = 0, 0, 0.0
-        self.path, self.checkpoint, self.damaged, self.curves = None, None, [], None
+        if rank == 0 and args.predictions:
+            check_predictions(args.predictions)
+        if rank == 0 and not args.evaluate:
+            self.lock = lock_folder(self.folder)  # until this process ends
+        self.last_save = contents_of(self.newest)
+        self.path, self.checkpoint, self.curves, self.damaged = None, None, None, []
         if args.resume == "auto":
             self._read_newest()
         elif args.resume:
             self.path = os.path.realpath(args.resume)
             self.checkpoint = read_checkpoint(self.path)
-        elif not args.evaluate and (held := self._held()):
-            go_on = "go on with --resume auto, or give another --checkpoint-dir"
-            raise ValueError(f"{self.folder} holds a run ({held}): {go_on}")
-        if self.checkpoint:
-            self._check_fit()
-            self.epoch, self.step = self.checkpoint["epoch"], self.checkpoint["step"]
-            self.best_acc1 = self.checkpoint["best_acc1"]
-            self.resumed_args = self.checkpoint["args"]
-        elif args.resume and args.evaluate:
-            raise ValueError(f"no checkpoint to evaluate in {self.folder}")
+        self.inside = self.path is not None and os.path.dirname(self.path) == self.folder
+        self._check_folder(args)
+
+        saved = self.checkpoint or {"epoch": 0, "step": 0, "args": {}, "contents": 0}
+        self.resumed_args, self.contents = saved["args"], saved["contents"]
+        self.args = complete(args, self.resumed_args)
+        self.epoch, self.step = saved["epoch"], saved["step"]
+        self.best_acc1, self.ended, self.line = -math.inf, False, ""
+        if self.inside:  # else the first validation makes the new folder's model_best.pth
+            self.best_acc1 = saved["best_acc1"]
+            # An early end is final, unless more epochs are asked for.
+            self.ended = saved.get("ended", False) and self.args.epochs <= saved["args"]["epochs"]
+            self.line = saved.get("line", "")
 
     def _read_newest(self):
         paths = [self.newest, os.path.join(self.folder, PREVIOUS)]
         if not any(map(os.path.lexists, paths)):
-            # A first save that was interrupted may have left this one alone.
-            paths = [os.path.join(self.folder, BEST)]
+            paths = [os.path.join(self.folder, BEST)]  # all that a killed first save may leave
         for path in filter(os.path.lexists, paths):
             try:
                 self.path, self.checkpoint = path, read_checkpoint(path)
@@ -70,29 +79,60 @@ class Run:
         if self.damaged:
             raise ValueError("; ".join(self.damaged))
 
-    def _held(self):
-        """The first file in the folder that a run has left there, or None."""
-        for name in (NEWEST, PREVIOUS, BEST, "metrics.jsonl"):
-            if os.path.lexists(os.path.join(self.folder, name)):
-                return name
+    def _check_folder(self, args):
+        names = [NEWEST, PREVIOUS, BEST, "metrics.jsonl"]
+        held = [name for name in names if os.path.lexists(os.path.join(self.folder, name))]
+        other = "give another --checkpoint-dir"
+        if args.evaluate:
+            if args.resume and not self.checkpoint:
+                raise ValueError(f"no checkpoint to evaluate in {self.folder}")
+        elif held and not self.inside:
+            go_on = "" if args.resume == "auto" else ", or continue it with --resume auto"
+            raise ValueError(f"{self.folder} holds a run ({held[0]}): {other}{go_on}")
+        elif self.inside and args.resume != "auto" and self.path != self.newest:
+            raise ValueError(
+                f"{self.path} is not the newest checkpoint of its folder: {other} to continue it"
+            )
+
+    def plan(self, train_set, steps_per_epoch):
+        """Learn what is to be trained: a data set with a list `classes`, in so many steps an epoch.
+
+        Raises ValueError for a checkpoint of another model, of other classes or, in the middle of
+        an epoch, of another batch size, seed or number of images.
+        """
+        args = self.args
+        self.steps_per_epoch = steps_per_epoch
+        self.total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
+        self.classes = [str(name) for name in train_set.classes]
+        # Saved beside the weights, as plain values: what made them, and what a resume compares.
+        known = vars(args) | {"world_size": self.world_size, "images": len(train_set)}
+        self.saved_args = json.loads(json.dumps(known, default=str))
+        if self.checkpoint:
+            self._check_fit()
+        if args.tensorboard and self.rank == 0 and not args.evaluate:
+            self.curves = Curves(self.folder, self.global_step() + 1)
 
     def _check_fit(self):
-        old, new = self.checkpoint, self.args
-        if old["arch"] != new["arch"]:
-            raise ValueError(f"{self.path} holds a {old['arch']}, not the --arch {new['arch']}")
-        classes = old.get("classes", self.classes)
+        saved, now = self.checkpoint, self.saved_args
+        if saved["arch"] != now["arch"]:
+            raise ValueError(f"{self.path} holds a {saved['arch']}, not the --arch {now['arch']}")
+        classes = saved.get("classes", self.classes)
         if len(classes) != len(self.classes):
             raise ValueError(f"{self.path} has {len(classes)} classes, --data {len(self.classes)}")
-        for number, (before, now) in enumerate(zip(classes, self.classes, strict=True)):
-            if before != now:
-                names = f"class {number} is {before!r} there and {now!r} in --data"
-                raise ValueError(f"{self.path} is of other classes: {names}")
-        for name in ("batch_size", "seed", "images") if old["step"] and not new["evaluate"] else ():
-            before, now = old["args"].get(name, new[name]), new[name]
-            if before != now:
-                what = name if name == "images" else f"--{name.replace('_', '-')}"
-                in_epoch = f"{self.path} is in mid-epoch with {what} {before}"
-                raise ValueError(f"{in_epoch}: it cannot become {now}")
+        for number, (before, name) in enumerate(zip(classes, self.classes, strict=True)):
+            if before != name:
+                names = f"class {number} is {before!r} in it and {name!r} in --data"
+                raise ValueError(f"{self.path} was trained on other classes: {names}")
+        if saved["step"] == 0 or self.args.evaluate:
+            return
+        fixed = {"batch_size": "--batch-size", "seed": "--seed", "images": "number of images"}
+        for key, name in fixed.items():
+            before = saved["args"].get(key, now[key])
+            if before != now[key]:
+                raise ValueError(
+                    f"{self.path} was saved in the middle of an epoch with {name} {before}: "
+                    f"it cannot continue with {now[key]}"
+                )
 
     def global_step(self):
         return self.epoch * self.steps_per_epoch + self.step
@@ -100,140 +140,202 @@ class Run:
     def place(self):
         return f"epoch {self.epoch} step {self.step}"
 
-    def check_same(self, train_set, val_set, rank, world_size, device, reduce_mean):
-        """Raise ValueError unless all processes resume from the same file and have the same images.
+    def attach(self, net, optimizer, scaler, meters, **more):
+        """What save() will write; filled from the checkpoint now, if there is one.
 
-        Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
+        meters: {name: AverageMeter}. more: anything else with state_dict() and load_state_dict(),
+        by name, such as scheduler=scheduler; its state may hold tensors and plain values.
+
+        What the optimizer's groups hold (momentum, weight decay, ...) is the checkpoint's, unless
+        the script now gives another value. With args.evaluate only the model is filled, and of
+        `more` what the checkpoint has. Raises ValueError for a checkpoint of another model, another
+        type of optimizer or other groups of weights, and for one with more or less than this.
         """
-        mine = {
-            "checkpoint to resume from": self.checkpoint["crc"] if self.checkpoint else 0,
-            "images and classes in train/": fingerprint(train_set),
-            "images and classes in val/": fingerprint(val_set),
-        }
-        table = torch.zeros(len(mine), world_size, dtype=torch.float64, device=device)
-        table[:, rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
-        table = (reduce_mean(table, world_size) * world_size).round().tolist()
-        for what, row in zip(mine, table, strict=True):
-            others = ", ".join(str(r) for r, value in enumerate(row) if value != row[0])
-            if others:
-                raise ValueError(f"rank {others} has not the same {what} as rank 0")
-
-    def open_folder(self):
-        """Rank 0: create, lock and tidy the checkpoint folder.
-
-        A run in it may only be continued, and only from its newest checkpoint. Nothing is removed
-        but temporary files of a process that was killed. A damaged newest checkpoint is kept as
-        checkpoint.damaged-TIME.pth. Lines of metrics.jsonl beyond the checkpoint are cut, for they
-        will be written again. Raises ValueError for a folder that another run writes to or has
-        written, OSError where it cannot be written.
-        """
-        if self.args["tensorboard"]:
-            self.curves = Curves(self.folder, self.global_step() + 1)
-        os.makedirs(self.folder, exist_ok=True)
-        self.lock = lock_folder(self.folder)
-        inside = self.path is not None and os.path.dirname(self.path) == self.folder
-        if not inside and (held := self._held()):
-            raise ValueError(f"{self.folder} holds a run ({held}): give another --checkpoint-dir")
-        continued = not inside or is_same(self.path, self.newest)
-        if not continued and self.args["resume"] != "auto":
-            other = "give another --checkpoint-dir to go on from it"
-            raise ValueError(f"{self.path} is not the newest checkpoint of its folder: {other}")
-        for name in os.listdir(self.folder):
-            if TEMPORARY.fullmatch(name):
-                try_remove(os.path.join(self.folder, name))
-        if not continued:
-            if os.path.lexists(self.newest):  # and damaged
-                replace_by_link(
-                    self.newest, f"{self.folder}/checkpoint.damaged-{time.time_ns()}.pth"
-                )
-            replace_by_link(self.path, self.newest)
-        cut_rows(self.folder, self.epoch, self.step)
-
-    def restore(self, net, optimizer, scaler, meters):
-        """Fill them from the checkpoint, if there is one; from now on save() saves them.
-
-        What else the groups of the optimizer hold (momentum, weight decay) stays the command
-        line's. So does the learning rate, from the next step on. With args.evaluate the model is
-        all that is filled. Raises ValueError for an optimizer with other groups.
-        """
-        self.net, self.optimizer, self.scaler, self.meters = net, optimizer, scaler, meters
+        self.net, self.optimizer, self.scaler = net, optimizer, scaler
+        self.meters, self.more = meters, more
+        self.optimizer_type = type(optimizer).__name__.removeprefix("Fused")  # as Apex's are
+        # What the script itself gives, before the checkpoint or a scheduler changes it.
+        self.given = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        for name, part in more.items():
+            check_readable(name, part)
         if optimizer.defaults.get("dampening") == 0:
             # If the first fp16 step overflows, fused SGD leaves a new momentum buffer
             # uninitialised, so make it first, of zeros.
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        if self.checkpoint is None:
+        if self.checkpoint:
+            saved, self.checkpoint = self.checkpoint, None  # it takes memory
+            self._restore(saved)
+
+    def _restore(self, saved):
+        self._load("the model", self.net, saved["state_dict"])
+        states, more = saved.get("more", {}), self.more
+        if self.args.evaluate:
+            for name in states.keys() & more.keys():
+                self._load(name, more[name], states[name])
             return
-        checkpoint, self.checkpoint = self.checkpoint, None  # it takes memory
-        net.load_state_dict(checkpoint["state_dict"])
-        if self.args["evaluate"]:
-            return
-        saved = checkpoint["optimizer"]
-        groups = len(saved["param_groups"]), len(optimizer.param_groups)
-        if groups[0] != groups[1]:
-            trained = f"{self.path} was trained with {groups[0]} groups of parameters"
-            raise ValueError(f"{trained}, this optimizer has {groups[1]}")
-        pairs = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
-        groups = [now | {"params": old["params"], "lr": old["lr"]} for now, old in pairs]
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-        for weight, state in optimizer.state.items():
-            for key, value in state.items():
+        self._compare("the state", sorted(states), sorted(more))
+        for name in more:
+            self._load(name, more[name], states[name])
+        self._restore_optimizer(saved)
+        if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
+            self.scaler.load_state_dict(saved["scaler"])
+        if saved["step"]:  # else each meter starts anew
+            self._compare("half an epoch's meters", sorted(saved["meters"]), sorted(self.meters))
+            for name, meter in self.meters.items():
+                meter.sum, meter.count = saved["meters"][name]
+
+    def _restore_optimizer(self, saved):
+        optimizer, state, kind = self.optimizer, saved["optimizer"], self.optimizer_type
+        self._compare("the optimizer state", [saved.get("optimizer_type", kind)], [kind])
+        before, now = state["param_groups"], optimizer.state_dict()["param_groups"]
+        sizes = [[str(len(group["params"])) for group in groups] for groups in (before, now)]
+        self._compare("weights in groups", *sizes)
+        groups = []
+        for old, new, given in zip(before, now, saved.get("given", [{}] * len(now)), strict=True):
+            # A scheduler may have changed more than the learning rate, such as the momentum.
+            same = [key for key in new if key in given and new[key] == given[key] and key in old]
+            groups.append(new | {key: old[key] for key in ["params", "lr", *same]})
+        self._load("the optimizer", optimizer, {"state": state["state"], "param_groups": groups})
+        for weight, values in optimizer.state.items():
+            for key, value in values.items():
                 if torch.is_tensor(value) and value.shape == weight.shape:
                     # Fused kernels read both as flat memory: they must lie there in one order.
-                    state[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-        if scaler.state_dict().keys() == checkpoint["scaler"].keys():  # else another precision
-            scaler.load_state_dict(checkpoint["scaler"])
-        for meter in meters:
-            meter.sum, meter.count = checkpoint["meters"][meter.name]
+                    like = dict(dtype=value.dtype, device=value.device)
+                    values[key] = torch.empty_like(weight, **like).copy_(value)
 
-    def save(self, row=None, acc1=None):
-        """Write checkpoint.pth; the one before becomes checkpoint.prev.pth.
+    def _load(self, name, part, state):
+        try:
+            part.load_state_dict(state)
+        except Exception as error:  # of any type: it may be the user's own class
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ValueError(f"{self.path} does not fit {name}: {reason}") from None
 
-        After a validation: `row`, a dict, is added to metrics.jsonl, and if acc1 is the best acc@1
-        so far, model_best.pth is the same file. checkpoint.pth is replaced last: after a crash
-        before that, the epoch's end is repeated. Raises OSError, and leaves the old files, when
-        they cannot be written; FloatingPointError for weights that are not finite.
+    def _compare(self, what, before, now):
+        if before != now:
+            before, now = ", ".join(before) or "nothing", ", ".join(now) or "nothing"
+            raise ValueError(f"{self.path} has {what} of {before}, but this script has {now}")
+
+    def check_same(self, train_set, val_set, device, reduce_mean):
+        """Raise ValueError unless all processes resume from the same file and have the same images.
+
+        Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
+        """
+        mine = {
+            "checkpoint to resume from": self.contents,
+            "list of images and classes in train/": fingerprint(train_set),
+            "list of images and classes in val/": fingerprint(val_set),
+        }
+        table = torch.zeros(len(mine), self.world_size, dtype=torch.float64, device=device)
+        table[:, self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
+        table = (reduce_mean(table, self.world_size) * self.world_size).round().tolist()
+        for what, row in zip(mine, table, strict=True):
+            others = ", ".join(str(r) for r, value in enumerate(row) if value != row[0])
+            if others:
+                raise ValueError(f"the {what} of rank {others} differs from rank 0's")
+
+    def tidy_folder(self):
+        """Rank 0, once all processes agree: tidy the checkpoint folder for what will be written.
+
+        Temporary files of a process that was killed are removed. A damaged newest checkpoint is
+        kept as checkpoint.damaged-TIME.pth. metrics.jsonl ends where the checkpoint stands.
+        """
+        self._check_untouched()
+        for name in filter(TEMPORARY.fullmatch, os.listdir(self.folder)):
+            os.remove(os.path.join(self.folder, name))
+        if self.damaged:
+            kept = os.path.join(self.folder, f"checkpoint.damaged-{time.time_ns()}.pth")
+            os.replace(self.newest, kept)
+            self.last_save = contents_of(self.newest)
+        cut_lines(self.folder, self.epoch, self.step, self.line)
+
+    def _check_untouched(self):
+        """Raise OSError if another run has written here since this one last read or wrote.
+
+        The lock keeps others out, but not where a file system has no locks or the folder is moved:
+        then this keeps a checkpoint from going backward.
+        """
+        if contents_of(self.newest) != self.last_save:
+            raise OSError(
+                f"{self.newest} is not the one that this run last read or wrote: "
+                "does another run use the folder, or was it moved?"
+            )
+
+    def remaining(self, stop):
+        """Yield (epoch, first, end): the epochs that are left, and which of their steps.
+
+        It ends where training is to end, with end(), or once all processes agree to stop.
+        """
+        while not (self.finished() or self.args.evaluate or stop.agreed):
+            in_this_epoch = self.total_steps - self.epoch * self.steps_per_epoch
+            end = max(self.step, min(self.steps_per_epoch, in_this_epoch))
+            yield self.epoch, self.step, end
+
+    def finished(self):
+        """Whether nothing is left to do: no step, and no validation of a complete epoch."""
+        lacks_validation = self.step == self.steps_per_epoch
+        return self.ended or (self.global_step() >= self.total_steps and not lacks_validation)
+
+    def end_epoch(self, score):
+        """Count a complete epoch; returns whether `score`, the higher the better, is the best.
+
+        All ranks call it, so that they know the best score and can take the same decisions.
+        """
+        if self.step == self.steps_per_epoch:
+            self.epoch, self.step = self.epoch + 1, 0
+        is_best = score > self.best_acc1
+        if is_best:
+            self.best_acc1 = float(score)
+        return is_best
+
+    def end(self):
+        """Make this epoch the last, before it is saved. All ranks must call it."""
+        self.ended = True
+
+    def save(self, row=None, is_best=False):
+        """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.
+
+        After a validation: `row`, a dict, is added to metrics.jsonl, and if is_best the same goes
+        to model_best.pth. checkpoint.pth is replaced last: after a crash before that, the epoch's
+        end is repeated. Raises OSError, and leaves the old checkpoint, where it cannot be written;
+        FloatingPointError for weights that are not finite.
         """
         bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
         bad += [name for name, x in self.net.named_buffers() if x.isnan().any()]
         if bad:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
-        is_best = acc1 is not None and acc1 > self.best_acc1
-        if is_best:
-            self.best_acc1 = float(acc1)
-        line = json_line(row) if row else None
+        line = json_line(row) if row else ""  # what is wrong in it is found before anything changes
         state = {
             "epoch": self.epoch,
             "step": self.step,
-            "arch": self.args["arch"],
+            "ended": self.ended,
+            "arch": self.args.arch,
             "best_acc1": self.best_acc1,
             "state_dict": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_type": self.optimizer_type,
+            "given": self.given,
             "scaler": self.scaler.state_dict(),
-            "meters": {meter.name: (meter.sum, meter.count) for meter in self.meters},
+            "meters": {name: (meter.sum, meter.count) for name, meter in self.meters.items()},
+            "more": {name: part.state_dict() for name, part in self.more.items()},
             "classes": self.classes,
-            "args": self.args,
+            "args": self.saved_args,
+            "line": line,
         }
-        new = temporary(self.newest)
-        try:
-            with open(new, "wb") as file:
+        self._check_untouched()
+        if is_best:
+            with whole_file(os.path.join(self.folder, BEST)) as file:
                 torch.save(state, file)
-                sync(file)
-            if is_best:
-                replace_by_link(new, os.path.join(self.folder, BEST))
-            if line:
-                append_line(self.folder, line)
-            if os.path.exists(self.newest):
-                replace_by_link(self.newest, os.path.join(self.folder, PREVIOUS))
-            os.replace(new, self.newest)
-            directory = os.open(self.folder, os.O_RDONLY)
-            os.fsync(directory)
-            os.close(directory)
-        except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
-            try_remove(new)
-            kept = "; the one before it is untouched" if os.path.exists(self.newest) else ""
-            raise OSError(f"cannot write {self.newest}: {error}{kept}") from error
+        if row:
+            append_line(self.folder, line)
+        with whole_file(self.newest, keep=os.path.join(self.folder, PREVIOUS)) as file:
+            torch.save(state, file)
+            self._check_untouched()  # again: a large checkpoint takes a while to write
+        self.last_save = contents_of(self.newest)
         if row:
             self.draw({f"epoch/{name}": value for name, value in row.items()})
 
@@ -248,38 +350,89 @@ class Damaged(ValueError):
 
 
 def read_checkpoint(path):
-    """A checkpoint as a dict on the CPU, with a `crc` of its contents.
+    """A checkpoint as a dict on the CPU, with the number of its `contents`.
 
     Raises Damaged for contents that changed since they were written, ValueError for what is no
     checkpoint of these scripts, OSError for what cannot be read.
     """
     if not os.path.exists(path):
         raise ValueError(f"no checkpoint {path}")
-    crc = 0
     try:
         with open(path, "rb") as file:
-            while part := file.read(1 << 24):
-                crc = zlib.crc32(part, crc)
-    except OSError as error:  # of the disk: zipfile would take it for damage
+            check_whole(file)
+            contents = contents_of(file)
+            file.seek(0)
+            checkpoint = torch.load(file, weights_only=True, map_location="cpu")
+    except OSError as error:
         raise OSError(f"cannot read {path}: {error}") from error
+    except pickle.UnpicklingError as error:
+        reason = what_is_refused(error)
+        raise ValueError(f"{path} is not loaded, it holds more than tensors: {reason}") from None
+    except RuntimeError as error:
+        raise ValueError(f"{path} cannot be loaded: {first_line(error)}") from None
+    lacks = sorted(KEYS - set(checkpoint if isinstance(checkpoint, dict) else ()))
+    if lacks:
+        raise ValueError(f"{path} is no checkpoint of these scripts: it lacks {' '.join(lacks)}")
+    return checkpoint | {"contents": contents}
+
+
+def check_whole(file):
+    """Raise Damaged unless a checkpoint holds what was written. torch.load takes flipped bytes."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not notice flipped bytes
+        with zipfile.ZipFile(file) as archive:
             if archive.testzip() is not None:
                 raise zipfile.BadZipFile("a checksum does not match")
     except MemoryError:
         raise
     except Exception as error:  # each kind of damage raises another one
-        raise Damaged(f"{path} is damaged ({type(error).__name__}: {error})") from None
+        file.seek(0)
+        while file.read(1 << 24):
+            pass  # zipfile takes a disk's error for damage, here it is raised
+        raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
+
+
+def contents_of(file):
+    """A number for what a checkpoint holds, by the checksums in its archive; 0 where it is none.
+
+    Not its inode or time of change: on network file systems these may change by themselves.
+    """
+    with contextlib.suppress(Exception), zipfile.ZipFile(file) as archive:
+        return zlib.crc32(repr([(x.filename, x.CRC) for x in archive.infolist()]).encode())
+    return 0
+
+
+def lock_folder(folder):
+    """Make a folder, and lock it for as long as this process keeps the file that is returned.
+
+    Raises ValueError where another process has locked it.
+    """
+    os.makedirs(folder, exist_ok=True)
+    lock = open(os.path.join(folder, ".lock"), "a")  # noqa: SIM115
     try:
-        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path} holds more than tensors, it is not loaded: {reason}") from None
-    except RuntimeError as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from None
-    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= KEYS:
-        raise ValueError(f"{path} is no checkpoint of these scripts: it lacks some of {KEYS}")
-    return checkpoint | {"crc": crc}
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # others: a file system without locks
+            message = f"another run is writing to {folder}: choose another --checkpoint-dir"
+            raise ValueError(message) from None
+    return lock
+
+
+def check_readable(name, part):
+    """Raise ValueError for a state that could be saved, but not be read again."""
+    file = io.BytesIO()
+    try:
+        torch.save(part.state_dict(), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        reason = what_is_refused(error)
+        raise ValueError(f"the state of {name} holds more than tensors: {reason}") from None
+
+
+def what_is_refused(error):
+    """What torch.load does not take from a file that it does not trust, without its advice."""
+    found = re.search(r"GLOBAL \S+", str(error))
+    return found[0] if found else first_line(error)
 
 
 def fingerprint(dataset):

@@ -1,4 +1,4 @@
-"""From the bytes of an image file to pixels, with the fastest decoder that is there."""
+"""From the bytes of an image file to pixels: by TorchCodec or, where that is missing, by PIL."""
 
 import io
 
@@ -10,47 +10,37 @@ try:
     from torchcodec.decoders import decode_image
 
     DECODER = "torchcodec"
-except (ImportError, OSError, RuntimeError):  # not installed, or made for another torch
-    try:  # deprecated since torchvision 0.29
-        from torchvision.io import ImageReadMode, decode_image
-
-        DECODER = "torchvision"
-    except ImportError:
-        DECODER = "PIL"
+except (ImportError, OSError, RuntimeError):  # not installed, or built for another torch
+    DECODER = "PIL"
 
 
 def decode(data):
     """The image in a file's bytes as uint8 RGB [3, height, width], turned as its EXIF tag says.
 
-    Every decoder gives the same pixels. Transparency is dropped, and of 16 bits the upper 8 are
+    Both decoders give the same pixels. Transparency is dropped, and of 16 bits the upper 8 are
     kept. Raises an error of one of many types for what cannot be read, and for animations.
     """
-    try:
-        image = _decode_fast(data)
-    except (RuntimeError, ValueError):  # PIL reads more formats, and is slower
+    if DECODER == "torchcodec":
         try:
+            image = decode_image(data, mode="RGB", output_dtype="auto")
+        except (RuntimeError, ValueError):  # PIL is slower, but knows more formats
             image = _decode_with_pil(data)
-        except UnidentifiedImageError:
-            raise ValueError("its format is not known") from None
+    else:
+        image = _decode_with_pil(data)
     if image.ndim != 3:
-        raise ValueError("it is an animation")
+        raise ValueError("it has several frames")
     return image if image.dtype == torch.uint8 else (image.int() >> 8).to(torch.uint8)
 
 
-def _decode_fast(data):
-    if DECODER == "torchcodec":
-        return decode_image(data, mode="RGB", output_dtype="auto")
-    # torchvision does not turn a WebP.
-    if DECODER == "PIL" or data[:4] == b"RIFF":
-        return _decode_with_pil(data)
-    data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return decode_image(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-
-
 def _decode_with_pil(data):
-    with Image.open(io.BytesIO(data)) as file:
+    try:
+        file = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        raise ValueError("its format is not known") from None
+    with file:
+        # Of a PNG or MPO with several frames TorchCodec takes the first.
         if file.format not in ("PNG", "MPO") and getattr(file, "n_frames", 1) > 1:
-            raise ValueError("it has several frames")  # the other decoders take the first of those
+            raise ValueError("it has several frames")
         if file.mode.startswith("I;16"):
             tags = getattr(file, "tag_v2", {})  # of a TIFF: 12 bits, or 0 for white
             if tags.get(258, (16,))[0] != 16 or tags.get(262, 1) != 1:

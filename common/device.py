@@ -1,7 +1,9 @@
-"""Which GPU a process uses, how many CPU cores, and how it keeps memory."""
+"""Which GPU and how many CPU cores a process uses."""
 
-import ctypes
+import contextlib
+import math
 import os
+from pathlib import Path
 
 import torch
 
@@ -10,15 +12,31 @@ def own_cores(local_world_size):
     """How many of the cores that this node lets us use are this process's share, at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     cores = len(affinity(0)) if affinity else os.cpu_count()
-    return max(1, cores // local_world_size)
+    return max(1, int(min(cores, cpu_quota())) // local_world_size)
 
 
-def pick_device(local_rank, local_world_size, args):
-    """The torch.device of this process, made the current one; sets its number of CPU threads too.
+def cpu_quota(root="/sys/fs/cgroup"):
+    """How many cores a container may keep busy, such as 1.5; infinity where nothing limits it.
 
-    args: `backend`, `sync_bn` and `precision`, where a script has them. Raises ValueError when the
-    node has fewer GPUs than processes (only gloo lets them share one), none where one is needed, or
-    some that torch cannot use.
+    It sees all cores of its node: with a process for each, all of them would be stopped again and
+    again until the next period begins.
+    """
+    version_2, version_1 = ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]
+    for names in (version_2, version_1):
+        with contextlib.suppress(OSError, ValueError):  # not of this version; quota is "max"
+            quota, period = " ".join(Path(root, name).read_text() for name in names).split()
+            if int(quota) > 0:
+                return int(quota) / int(period)
+    return math.inf
+
+
+def set_up_device(local_rank, local_world_size, args):
+    """The torch.device of this process.
+
+    Makes it the current one, sets the number of CPU threads, and lets cuDNN look for the fastest
+    algorithms for the size of the batches. args: `backend`, `sync_bn` and `precision`, where a
+    script has them. Raises ValueError when the node has fewer GPUs than processes (only gloo lets
+    them share one), none where one is needed, or some that torch cannot use.
     """
     flags = vars(args)
     set_threads(local_world_size)
@@ -28,7 +46,6 @@ def pick_device(local_rank, local_world_size, args):
             raise ValueError("--backend nccl needs GPUs and this node has none: use gloo")
         if flags.get("sync_bn"):
             raise ValueError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs")
-        tune_malloc()
         return torch.device("cpu")
     if local_world_size > count and flags.get("backend") != "gloo":
         raise ValueError(
@@ -52,19 +69,10 @@ def set_threads(local_world_size):
 
     Some launchers set OMP_NUM_THREADS=1 and some do not: the same command would be slower under
     one than under another, and round its sums differently. So 1 counts only where there is one
-    process, and a larger number always: that is the user's wish.
+    process. A larger number is the user's wish, up to the cores of the machine: with 100000
+    OpenMP crashes.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    wished = threads.isdigit() and int(threads) > (1 if local_world_size > 1 else 0)
-    torch.set_num_threads(int(threads) if wished else own_cores(local_world_size))
-
-
-def tune_malloc():
-    """Let this process keep what it frees for its next allocation (glibc only).
-
-    By default malloc() gives large blocks back to the kernel, and gets them anew, zeroed, by a
-    page fault for every 4 KB: on a CPU a seventh of a training step. The peak is the same.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-4, 0)  # M_MMAP_MAX: no block outside of the heap,
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
+    wished = threads.isdecimal() and int(threads) > (1 if local_world_size > 1 else 0)
+    cores = min(int(threads), os.cpu_count()) if wished else own_cores(local_world_size)
+    torch.set_num_threads(cores)

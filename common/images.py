@@ -1,27 +1,29 @@
 """Images from folders or archives as uint8 tensors, cropped to one size."""
 
 import contextlib
+import fcntl
 import functools
 import math
 import os
+import shutil
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as F
 
-from .archives import Archives, find_archives
+from .archives import find_archives, load_index, read_member
 from .decode import decode
-from .digits import digits_folder
 
 
 def image_folders(data, image_size):
     """(train_set, val_set) of `data`/train and `data`/val; of the built-in digits if it is None.
 
-    Each is a folder or, where there is none, an archive or several. Raises ValueError where they
-    are not what training needs, with the remedy.
+    Each is a folder or, where there is none, an archive or several. Both have the classes of the
+    training images, in their order. Raises ValueError where they are not what training needs.
     """
     augment = functools.partial(random_crop, size=image_size)
     if data is None:
@@ -29,13 +31,22 @@ def image_folders(data, image_size):
         augment = functools.partial(augment, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
     train_set = _images(data, "train", augment)
     val_set = _images(data, "val", functools.partial(centre_crop, size=image_size))
-    unmatched = sorted({*train_set.classes} ^ {*val_set.classes})
+    classes = train_set.classes
+    if len(classes) == 1:
+        raise ValueError(f"one class in {data}/train, {classes[0]}: one folder level too many?")
+    unmatched = {*classes} ^ {*val_set.classes}
+    if val_set.may_lack_classes:
+        unmatched -= {*classes}
     if unmatched:
-        names = " ".join(unmatched[:9])
+        names = " ".join(sorted(unmatched)[:9])
         raise ValueError(f"{data}: classes in only one of train/ and val/: {names}")
-    counts = np.bincount(train_set.targets, minlength=len(train_set.classes))
+    counts = np.bincount(train_set.targets, minlength=len(classes))
     if not counts.all():
-        raise ValueError(f"no images in {data}/train/{train_set.classes[counts.argmin()]}")
+        raise ValueError(f"no images in {data}/train/{classes[counts.argmin()]}")
+    # Folders are sorted by name, 10 before 2, and the numbers in an archive's KEY.cls as numbers.
+    place = {name: target for target, name in enumerate(classes)}
+    val_set.targets = np.array([place[name] for name in val_set.classes])[val_set.targets]
+    val_set.classes = classes
     return train_set, val_set
 
 
@@ -48,24 +59,28 @@ def _images(data, part, transform):
 class ImageArchive(Dataset):
     """The images in tar archives, as an ImageFolder has those of the unpacked archives.
 
-    archives: their paths; part: train or val. Raises ValueError as Archives does and, with archive
-    and member, for what cannot be decoded.
+    archives: their paths; part: train or val. Raises ValueError as load_index() does and, with
+    archive and member, for what cannot be decoded.
     """
 
     def __init__(self, archives, part, transform):
-        self.archives, self.transform = Archives(archives, part), transform
-        self.classes, self.targets = self.archives.classes, self.archives.targets
-        self.paths = self.archives.names
+        self.archives, self.transform = archives, transform
+        index = load_index(archives, part)
+        self.classes = [os.fsdecode(name) for name in index["classes"]]
+        self.paths, self.targets, self.places = index["names"], index["targets"], index["places"]
+        self.may_lack_classes = bool(index["numbered"])  # a number without an image is not seen
 
     def __len__(self):
         return len(self.targets)
 
     def path(self, index):
-        return self.archives.name(index)
+        archive = self.archives[self.places[index, 0]]
+        return f"{archive}:{os.fsdecode(self.paths[index])}"
 
     def __getitem__(self, index):
-        with named(self.path(index)):
-            image = decode(self.archives.read(index))
+        archive, offset, size = self.places[index].tolist()
+        with _named(self.path(index)):
+            image = decode(read_member(self.archives[archive], offset, size))
         return self.transform(image), int(self.targets[index])
 
 
@@ -78,6 +93,8 @@ class ImageFolder(Dataset):
     what cannot be decoded.
     """
 
+    may_lack_classes = False
+
     def __init__(self, root, transform):
         self.root, self.transform = root, transform
         if not os.path.isdir(root):
@@ -88,7 +105,7 @@ class ImageFolder(Dataset):
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
         paths, targets = [], []
-        seen = {_identity(root): root}
+        seen = {os.path.realpath(root): root}
         for target, name in enumerate(self.classes):
             files = _image_files(root, name, seen)
             paths += map(os.fsencode, files)
@@ -112,13 +129,13 @@ class ImageFolder(Dataset):
 def _image_files(root, folder, seen):
     """The paths of all images below root/folder, relative to root, sorted folder by folder.
 
-    seen: {identity: path} of the folders that were visited, to which these are added.
+    seen: {real path: path} of the folders that were visited, to which these are added.
     """
     path = os.path.join(root, folder)
-    identity = _identity(path)
-    if identity in seen:
-        raise ValueError(f"{path} is a link to {seen[identity]}: its images would count twice")
-    seen[identity] = path
+    real_path = os.path.realpath(path)
+    if real_path in seen:
+        raise ValueError(f"{path} is a link to {seen[real_path]}: its images would count twice")
+    seen[real_path] = path
     with os.scandir(path) as scan:
         entries = sorted((e for e in scan if not e.name.startswith(".")), key=lambda e: e.name)
     files = []
@@ -133,24 +150,19 @@ def _image_files(root, folder, seen):
     return files
 
 
-def _identity(path):
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
-
-
 def read_image(path):
     """The image of a file as uint8 RGB [3, height, width]. Raises ValueError with the path."""
-    with named(path), open(path, "rb") as file:
+    with _named(path), open(path, "rb") as file:
         return decode(file.read())
 
 
 @contextlib.contextmanager
-def named(name):
-    """Let every error be a ValueError that names the image."""
+def _named(image):
+    """Raise every error as a ValueError that names the image."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"cannot read image {name}: {error}") from None
+        raise ValueError(f"cannot read image {image}: {error}") from None
 
 
 def random_crop(image, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5):
@@ -182,3 +194,31 @@ def random_crop(image, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5):
 def centre_crop(image, size):
     """The middle [3, size, size] of the image, after its shorter side became size * 256 / 224."""
     return F.center_crop(F.resize(image, [size * 256 // 224], antialias=True), [size, size])
+
+
+def digits_folder(parent="data"):
+    """1797 handwritten digits of scikit-learn as 64 x 64 PNGs in train/ and val/; returns the path.
+
+    Written at first use, whole or not at all, by one of the processes that ask at the same time.
+    Raises ValueError where scikit-learn is missing.
+    """
+    root = os.path.join(parent, "digits")
+    os.makedirs(parent, exist_ok=True)
+    with open(os.path.join(parent, ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.isdir(root):
+            try:
+                from sklearn.datasets import load_digits
+            except ImportError:
+                raise ValueError("no --data: the digits need pip install scikit-learn") from None
+            partial = root + ".partial"
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            digits = load_digits()
+            for i, (pixels, target) in enumerate(zip(digits.images, digits.target, strict=True)):
+                folder = os.path.join(partial, "train" if i % 5 else "val", str(target))
+                os.makedirs(folder, exist_ok=True)
+                image = Image.fromarray((pixels * 15.9375).astype(np.uint8))
+                image = image.resize((64, 64), Image.Resampling.BICUBIC)
+                image.save(os.path.join(folder, f"{i:04d}.png"))
+            os.rename(partial, root)
+    return root

@@ -1,105 +1,150 @@
-"""The model that --arch names, checked before training starts."""
+"""The model that --arch names, and what would make it fail once training has started."""
 
 import contextlib
 import copy
+import faulthandler
+import fcntl
 import functools
 import importlib
+import os
 
 import torch
 from torch.utils._pytree import tree_map
 from torchvision import models
 
-from .errors import first_line, time_limit
+from .arguments import first_line
 
 
-def build_model(args, num_classes, device, local_batch_size=None, example=None):
-    """The module that args.arch names, on `device`, in train mode, with `num_classes` outputs.
+def build_model(args, num_classes, device):
+    """The module that args.arch names, on `device`, in channels_last and train mode.
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
-    with num_classes=. It is tried on `example`, a batch of one of what it takes; without one, on an
-    image of args.image_size x args.image_size. With a local_batch_size of 1 a training step is
-    tried too. Raises ValueError for an unknown model, and for one that does not turn the example
-    into one row of class scores. Ends the process where a GPU does not answer within
-    args.dist_timeout seconds, or 600 where a script has no such flag.
+    with num_classes=. With args.pretrained it starts from torchvision's weights. Raises ValueError
+    for a model that cannot be found or built, and for weights that cannot be loaded. Ends the
+    process where a GPU does not answer within args.dist_timeout seconds, or 600 without that flag.
     """
-    make = _imported if ":" in args.arch else _torchvision
-    make = make(args.arch, args.pretrained, args.image_size)
-    size = f"--image-size {args.image_size}" if example is None else "the example"
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        if example is None:
-            example = torch.zeros(1, 3, args.image_size, args.image_size)
-            example = example.contiguous(memory_format=torch.channels_last)
+    make = _imported(args) if ":" in args.arch else _torchvision(args)
+    with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
         net = make(num_classes=num_classes)
-        with _gpu_limit(device, args), torch.no_grad():
-            example = tree_map(lambda tensor: tensor.to(device), example)
+        with _time_limit(device, args):
             net = net.to(device)
-            if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
-                net = net.to(memory_format=torch.channels_last)
-            output = net.eval()(example)
-            if local_batch_size == 1 and not vars(args).get("sync_bn"):
-                size = f"{size} with one image per process"  # BatchNorm may need two
-                copy.deepcopy(net).train()(example)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # else it shows later that a GPU fails or hangs
-    except Exception as error:
-        reason = first_line(error)
-        if "CUDA" in reason or "cuDNN" in reason:  # such as a GPU that others have filled
-            raise ValueError(f"{device} cannot run {args.arch}: {reason}") from None
-        if not isinstance(error, (RuntimeError, ValueError, AssertionError)):
-            reason = f"{type(error).__name__}: {reason}"  # such as a name that is not defined
-        raise ValueError(f"{args.arch} cannot take {size}: {reason}") from None
-    finally:
-        # It tries every algorithm for every shape: seconds, and these shapes do not come again.
-        torch.backends.cudnn.benchmark = benchmark
-    if getattr(output, "shape", None) != (1, num_classes):
-        got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
-        raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")
+        if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
+            net = net.to(memory_format=torch.channels_last)
     if args.pretrained:
-        _load_weights(net, args.arch)
+        _load_weights(net, args)
     return net.train()
 
 
-def _gpu_limit(device, args):
-    if device.type != "cuda":
-        return contextlib.nullcontext()  # a large model takes its time
-    seconds = vars(args).get("dist_timeout", 600)
-    return time_limit(seconds, f"{device} has not answered for {seconds} s: it waits as above")
+def try_model(net, example, num_classes, local_batch_size, args):
+    """Raise ValueError unless `net` makes one row of class scores, [1, num_classes], of `example`.
 
-
-def _load_weights(net, arch):
+    example: a batch of one of what net takes. With a local_batch_size of 1 it is tried in train
+    mode too, where BatchNorm may need two images. A GPU has the time limit of build_model().
+    """
+    device = next((weight.device for weight in net.parameters()), torch.device("cpu"))
+    example = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
+    images = torch.is_tensor(example) and example.ndim == 4
+    problem = f"{args.arch} cannot take "
+    problem += f"--image-size {args.image_size}" if images else "the example"
+    # Without a search for the fastest algorithms: it takes seconds, for this size alone.
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        weights = models.get_model_weights(arch).DEFAULT.get_state_dict()
-    except OSError as error:
-        raise ValueError(f"cannot download the weights of {arch}: {error}") from None
-    own = net.state_dict()
-    # Another number of classes makes another head: that one starts afresh.
-    fitting = {k: v for k, v in weights.items() if k in own and v.shape == own[k].shape}
-    net.load_state_dict(fitting, strict=False)
+        with _one_line(problem), _time_limit(device, args), torch.no_grad():
+            output = net.eval()(example)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # else it shows later that it fails or hangs
+        if local_batch_size == 1 and not getattr(args, "sync_bn", False):
+            with _one_line(f"{problem} with one image per process"), torch.no_grad():
+                copy.deepcopy(net).train()(example)
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        net.train()
+    if getattr(output, "shape", None) != (1, num_classes):
+        got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
+        raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+            what = f"{tensor.dtype}, which processes cannot send to each other: make it torch.int32"
+            raise ValueError(f"{name} of {args.arch} is {what}")
+        if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            what = "made by expand(), so it cannot be written to: add .clone()"
+            raise ValueError(f"{name} of {args.arch} is {what}")
 
 
-def _imported(arch, pretrained, image_size):
-    if pretrained:
-        raise ValueError(f"--pretrained is for torchvision's models: let {arch} load its weights")
-    module, _, name = arch.partition(":")
+@contextlib.contextmanager
+def _time_limit(device, args):
+    """End the process, and say where it is, if the block takes a GPU too long: it may be broken."""
+    if device.type == "cuda":
+        faulthandler.dump_traceback_later(getattr(args, "dist_timeout", 600), exit=True, file=2)
     try:
+        yield
+    finally:
+        if device.type == "cuda":
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _one_line(problem):
+    """Turn what a model can raise, sys.exit() too, into a ValueError of one line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        reason = first_line(error)
+        clear = (RuntimeError, ValueError, AssertionError, ImportError, AttributeError)
+        if not isinstance(error, clear):  # such as a name that is not defined
+            reason = f"{type(error).__name__}: {reason}"
+        if "CUDA" in reason or "cuDNN" in reason:  # such as a GPU that others have filled
+            problem = "the model does not run on this GPU"
+        raise ValueError(f"{problem}: {reason}") from None
+
+
+def _imported(args):
+    if args.pretrained:
+        hint = f"let {args.arch} load its weights"
+        raise ValueError(f"--pretrained is for torchvision's models: {hint}")
+    module, _, name = args.arch.partition(":")
+    with _one_line(f"cannot import --arch {args.arch}"):
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"cannot import --arch {arch}: {first_line(error)}") from None
 
 
-def _torchvision(arch, pretrained, image_size):
+def _torchvision(args):
+    """models.get_model for args.arch, with what its defaults would make fail here."""
+    arch, options = args.arch, {}
     names = models.list_models(module=models)
     if arch not in names:
         choice = f"package.module:callable or one of {' '.join(names)}"
         raise ValueError(f"unknown --arch {arch}: give {choice}")
-    options = {}
     if arch in ("googlenet", "inception_v3"):
-        if pretrained:
+        if args.pretrained:
             raise ValueError(f"the weights of {arch} expect pixels that were normalised otherwise")
         options = {"aux_logits": False, "init_weights": True}  # more heads would make it a tuple
     elif arch.startswith("vit_"):
-        options = {"image_size": image_size}
+        options = {"image_size": args.image_size}
     elif arch == "maxvit_t":
-        options = {"input_size": (image_size, image_size)}
+        options = {"input_size": (args.image_size, args.image_size)}
     return functools.partial(models.get_model, arch, **options)
+
+
+@torch.no_grad()
+def _load_weights(net, args):
+    """Fill `net` with torchvision's weights, but for a head of another number of classes."""
+    weights = models.get_model_weights(args.arch).DEFAULT
+    folder = os.path.join(torch.hub.get_dir(), "checkpoints")
+    path = os.path.join(folder, os.path.basename(weights.url))
+    try:
+        if not os.path.exists(path):
+            os.makedirs(folder, exist_ok=True)
+            with open(f"{path}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, the others wait for it
+                weights.get_state_dict(check_hash=True)
+        # Not the file's own names: some are old, and only torchvision knows what they became.
+        source = models.get_model(args.arch, weights=weights).state_dict()
+    except Exception as error:
+        reason = f"{first_line(error)}: without internet, put {weights.url} into {folder}"
+        raise ValueError(f"cannot download the weights of {args.arch}: {reason}") from None
+    for name, value in net.state_dict().items():
+        if source[name].shape == value.shape:
+            value.copy_(source[name])
+        elif source[name].shape[1:] != value.shape[1:]:
+            size = weights.meta["min_size"][0]
+            raise ValueError(f"the weights of {args.arch} are for --image-size {size}")

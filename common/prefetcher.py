@@ -1,6 +1,7 @@
 """From batches in host memory to batches on the device, images normalised."""
 
 import contextlib
+import math
 import time
 
 import torch
@@ -13,18 +14,18 @@ class Prefetcher:
     """Iterate over the batches of a loader, on `device`, with images normalised.
 
     A batch is a tensor, or a tuple, list or dict of them, to any depth, in host memory. Images,
-    uint8 [n, 3, h, w], become float32; everything else is only moved. This is the only place where
-    images are normalised. On a GPU both run on a side stream: while the GPU computes a step, the
-    host asks for the next batch already, and as long as they are shorter than a step they cost no
-    time.
+    uint8 [n, 3, h, w], become float32 in channels_last; everything else is only moved. This is the
+    only place where images are normalised. On a GPU both run on a side stream, while the GPU still
+    computes the step before: they cost no time as long as they are shorter than a step.
 
-    watch: a Watch that ends the process where a batch and the step on it take too long together.
+    watch: a Watch, or None. To get a batch and to do the step on it are one `with watch:` block,
+    which has the watch's time limit.
     """
 
     def __init__(self, loader, device, watch=None):
         self.loader, self.device = loader, device
         self.watch = watch or contextlib.nullcontext()
-        self.waits = []  # when the device began to wait for images, and when they came
+        self.waits = []  # for each batch: when the device had nothing to do, and when it came
         # One stream for all epochs: the allocator reuses memory only within a stream.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Of a byte x: x / (255 * std) - mean / std.
@@ -43,9 +44,9 @@ class Prefetcher:
             with self.watch:
                 asked = self._now()
                 batch = next(batches, end)
-                self.waits.append((asked, self._now()))
                 if batch is end:
                     return
+                self.waits.append((asked, self._now()))
                 with torch.cuda.stream(self.stream):  # of None: does nothing
                     batch = tree_map(self._load, batch)
                 if self.stream is not None:
@@ -67,9 +68,9 @@ class Prefetcher:
     def waited(self):
         """Seconds in which the device had nothing to do but wait for images, in the last epoch."""
         if self.stream is None:
-            return sum(end - start for start, end in self.waits)
+            return math.fsum(end - start for start, end in self.waits)
         torch.cuda.current_stream(self.device).synchronize()
-        return sum(start.elapsed_time(end) for start, end in self.waits) / 1000
+        return math.fsum(start.elapsed_time(end) for start, end in self.waits) / 1000
 
     def _load(self, tensor):
         if not torch.is_tensor(tensor):

@@ -1,6 +1,7 @@
-"""How a process learns that it is to end: by a signal, or with the process that started it."""
+"""How processes are asked to stop, end with the process that started them, and are waited for."""
 
 import ctypes
+import logging
 import math
 import multiprocessing
 import os
@@ -9,10 +10,12 @@ import sys
 import threading
 import time
 
+import torch.multiprocessing as mp
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Stop:
+class StopRequest:
     """`requested` is set once this process was asked to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP.
 
     The training loop looks at it where all processes can stop together, and sets `agreed` once they
@@ -20,16 +23,18 @@ class Stop:
     two seconds are one request. A later signal ends this process with exit code 128 + its number,
     and so does the first while `at_once` is True: where there is nothing to save.
 
-    launched: whether a launcher started this process. Then it dies with its launcher.
+    die_with_parent: whether the kernel is to kill this process when its launcher is gone.
     """
 
-    def __init__(self, launched):
+    def __init__(self, die_with_parent):
         self.requested = threading.Event()
         self.agreed = self.at_once = False
-        if launched:
-            die_with_parent()
-        if sys.stdout is None:  # closed: its number would go to the next file that is opened
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        if die_with_parent:
+            end_with_parent()
+        # Where one is closed, the next file would get its number, and what native code prints.
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         self.signals = list(SIGNALS)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals.remove(signal.SIGHUP)  # by nohup: the run outlives its terminal
@@ -67,7 +72,7 @@ class Stop:
             signal.signal(number, signal.SIG_DFL)
 
 
-def die_with_parent():
+def end_with_parent():
     """Let the kernel kill this process when the one that started it is gone (Linux).
 
     A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
@@ -80,3 +85,40 @@ def die_with_parent():
     parent = multiprocessing.parent_process()  # None below a launcher of another kind
     if parent and parent.pid != os.getppid():
         os._exit(1)
+
+
+def run_child(index, main, *args):
+    """What mp.spawn starts: run main(index, *args) and exit with what it returns."""
+    try:
+        code = main(index, *args)
+    except Exception:  # mp.spawn would keep it to itself until all processes have ended
+        try:
+            sys.excepthook(*sys.exc_info())
+        finally:  # an orderly exit would wait for loader workers, which ignore SIGTERM
+            os._exit(1)
+    sys.exit(code)
+
+
+def supervise(context, rank=0):
+    """Wait for all children, pass signals on to them; returns the exit code of the first to fail.
+
+    When one fails the others have three seconds to end by themselves. `rank`: the first child's.
+    """
+
+    def pass_on(number, frame):  # each stops by itself, where all can
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+            signal.signal(number, pass_on)
+    logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
+    try:
+        while not context.join(grace_period=3):
+            pass
+    except mp.ProcessExitedException as error:
+        if error.exit_code < 0:
+            print(f"rank {rank + error.error_index} failed: {error}", file=sys.stderr, flush=True)
+        return max(error.exit_code, 1)
+    return 0

@@ -1,5 +1,6 @@
 """How processes that torchrun, or plain python, has started find each other."""
 
+import contextlib
 import hashlib
 import os
 import time
@@ -13,7 +14,8 @@ def complete_environment(alone):
     """Take the values of `alone` if none of its variables is set.
 
     alone: {name: value} of a group of one process, as torchrun sets them; a number there is also
-    the least that is allowed. Raises ValueError when only some are set, or one is no number.
+    the least that is allowed. Raises ValueError when only some are set, when one is not a number,
+    and for a rank that is not below the number of processes: the others would wait for it in vain.
     """
     missing = [name for name in alone if name not in os.environ]
     if len(missing) == len(alone):
@@ -22,41 +24,45 @@ def complete_environment(alone):
         raise ValueError(f"{' '.join(missing)} not set though others are: start with torchrun")
     for name, least in alone.items():
         value = os.environ[name]
-        if least.isdigit() and not (value.isdigit() and int(value) >= int(least)):
-            raise ValueError(f"{name}={value} is no number of at least {least}")
+        if least.isdecimal() and not (value.isdecimal() and int(value) >= int(least)):
+            raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if int(os.environ[rank]) >= int(os.environ[size]):
+            values = f"{rank}={os.environ[rank]} and {size}={os.environ[size]}"
+            raise ValueError(f"{values}: ranks count from 0, so {rank} must be below {size}")
 
 
-def restart_safe_store(rank, world_size, seconds):
-    """The store that the environment names, with a new prefix for its keys after each restart.
+def meet_all_ranks(rank, world_size, seconds):
+    """Wait until every rank is here; returns the store that the environment names.
 
-    torchrun keeps its store when it restarts its workers (2.15): it still holds addresses of killed
-    processes. So each rank publishes a random id, and the hash of all ids is the prefix of the keys
-    from then on. A prefix that every rank has confirmed is made of the ids of living ranks only.
+    Its keys have a new prefix after each restart: torchrun keeps its store when it restarts its
+    workers, with the addresses of killed processes. So each rank publishes a random id, and the
+    hash of all ids is the prefix. An id may be that of a killed process: the prefix counts once
+    every rank has confirmed it, which only a living rank with this very id does.
 
-    Raises TimeoutError, naming the ranks that have not come after so many seconds, and ValueError
+    Raises TimeoutError, naming the ranks that have not come within so many seconds, and ValueError
     where there is no store at the address.
     """
     # torchrun's store is there before its workers are: where it is not, torchrun was killed.
     from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = timedelta(seconds=min(seconds, 20) if from_torchrun else seconds)
+    deadline, pause = time.monotonic() + seconds, 0.01
     try:
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=patience))
         store.set_timeout(timedelta(seconds=seconds))
+        awaited = ids = [f"id {r}" for r in range(world_size)]
+        store.set(ids[rank], uuid.uuid4().hex)
+        with contextlib.suppress(dist.DistStoreError):  # multi_get waits for all keys: too long
+            while time.monotonic() < deadline:
+                prefix = hashlib.blake2b(b"".join(store.multi_get(ids)), digest_size=8).hexdigest()
+                awaited = [f"{prefix} {r}" for r in range(world_size)]
+                store.set(awaited[rank], "")
+                if store.check(awaited):
+                    return dist.PrefixStore(prefix, store)
+                time.sleep(pause)
+                pause = min(2 * pause, 1)  # all ask one server
+        late = [str(r) for r, key in enumerate(awaited) if not store.check([key])]
     except (RuntimeError, ValueError, OverflowError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ValueError(f"rank {rank} cannot use {address} to meet the others: {error}") from None
-    store.set(f"id {rank}", uuid.uuid4().hex)
-    prefix = None
-    while True:
-        here = [store.check([f"id {r}"]) for r in range(world_size)]  # get() would wait
-        ids = [store.get(f"id {r}") if here[r] else b"" for r in range(world_size)]
-        before, prefix = prefix, hashlib.blake2b(b"".join(ids), digest_size=8).hexdigest()
-        if prefix != before:
-            deadline = time.monotonic() + seconds  # a rank has come: wait for the others anew
-        store.set(f"{prefix} {rank}", "")
-        if store.check([f"{prefix} {r}" for r in range(world_size)]):
-            return dist.PrefixStore(prefix, store)
-        if time.monotonic() > deadline:
-            late = [str(r) for r in range(world_size) if not store.check([f"{prefix} {r}"])]
-            raise TimeoutError(f"no sign of rank {', '.join(late)} for {seconds:g} s")
-        time.sleep(0.05)
+    raise TimeoutError(f"rank {', '.join(late)} did not come within {seconds:g} s")

@@ -1,5 +1,7 @@
 """What fully_shard divides among the processes, and the whole of it, to be saved and loaded."""
 
+import copy
+
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,14 +16,16 @@ def make_mesh(device, world_size, local_world_size):
     takes longer, is only gradients; each process keeps 1 / local_world_size instead of
     1 / world_size. Raises ValueError where nodes have different numbers of processes.
     """
-    if not 1 < local_world_size < world_size:
-        return init_device_mesh(device.type, [world_size])
-    if world_size % local_world_size:
+    nodes, rest = divmod(world_size, local_world_size)
+    if rest:
         raise ValueError(
-            f"{local_world_size} of {world_size} processes on a node: start as many on each"
+            f"{world_size} processes, {local_world_size} here: start as many on each node"
         )
-    sizes = [world_size // local_world_size, local_world_size]
-    return init_device_mesh(device.type, sizes, mesh_dim_names=["node", "process"])
+    if nodes == 1 or local_world_size == 1:
+        return init_device_mesh(device.type, [world_size])
+    return init_device_mesh(
+        device.type, [nodes, local_world_size], mesh_dim_names=["node", "process"]
+    )
 
 
 def blocks(module):
@@ -47,57 +51,66 @@ def precision_policy(net, dtype):
     return MixedPrecisionPolicy(None if has_batch_norm else dtype, reduce_dtype=torch.float32)
 
 
-class Parts:
+class Shards:
     """A model that fully_shard has divided, and the whole of it in host memory.
 
     net: the whole model, on the CPU; optimizer: its optimizer, which is saved and loaded and never
     makes a step; model: a copy of net, divided. `self.optimizer` has the same groups and trains the
-    parts. Every process has a whole copy of weights and optimizer state in host memory, as it has
-    of a checkpoint that it reads.
+    shards. Every process keeps the whole of weights and optimizer state in host memory, beside its
+    shards of both on the device.
     """
 
     def __init__(self, net, optimizer, model):
-        self.net, self.whole_optimizer, self.model = net, optimizer, model
-        part_of = dict(zip(net.parameters(), model.parameters(), strict=True))
-        self.pairs = list(part_of.items())
+        self.net, self.whole, self.model = net, optimizer, model
+        self.pairs = list(zip(net.parameters(), model.parameters(), strict=True))
+        shard_of = dict(self.pairs)
         groups = [group.copy() for group in optimizer.param_groups]
         for group in groups:
-            group["params"] = [part_of[weight] for weight in group["params"]]
-            group |= {"fused": None, "foreach": True}  # SGD's fused kernel takes no parts
+            group["params"] = [shard_of[weight] for weight in group["params"]]
+            group |= {"fused": None, "foreach": True}  # SGD's fused kernel takes no shards
         self.optimizer = type(optimizer)(groups)
 
     @torch.no_grad()
     def scatter(self):
-        """Fill the parts of all processes from rank 0's whole. All processes call it."""
-        for weight, part in self.pairs:
-            part.copy_(_divide(weight, part))
-            for key, value in self.whole_optimizer.state[weight].items():
-                divided = value.shape == weight.shape  # not a number of steps
-                self.optimizer.state[part][key] = _divide(value, part) if divided else value.clone()
+        """Fill the shards of all processes from rank 0's whole. All processes call it."""
+        for weight, shard in self.pairs:
+            shard.copy_(_divide(weight, shard))
+            if weight in self.whole.state:
+                state = self.whole.state[weight].items()
+                self.optimizer.state[shard] = {key: _divide(value, shard) for key, value in state}
         for buffer, ours in zip(self.net.buffers(), self.model.buffers(), strict=True):
             ours.copy_(buffer)
-        groups = self.whole_optimizer.param_groups, self.optimizer.param_groups
-        for whole, divided in zip(*groups, strict=True):
-            divided["lr"] = whole["lr"]  # for the row of an epoch that only lacks its validation
+        _copy_settings(self.whole, self.optimizer)
 
     @torch.no_grad()
     def gather(self):
-        """Bring the whole up to date. All processes call it: each sends its parts to the others.
+        """Bring the whole up to date. All processes call it: each sends its shards to the others.
 
         Buffers stay this process's own.
         """
-        for weight, part in self.pairs:
-            weight.copy_(part.full_tensor())
-            for key, value in self.optimizer.state[part].items():
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                self.whole_optimizer.state[weight][key] = value.cpu()
+        for weight, shard in self.pairs:
+            weight.copy_(_gather(shard))
+            if shard in self.optimizer.state:
+                state = self.optimizer.state[shard].items()
+                self.whole.state[weight] = {key: _gather(value) for key, value in state}
         for buffer, ours in zip(self.net.buffers(), self.model.buffers(), strict=True):
             buffer.copy_(ours)
-        groups = self.whole_optimizer.param_groups, self.optimizer.param_groups
-        for whole, divided in zip(*groups, strict=True):
-            whole["lr"] = divided["lr"]
+        _copy_settings(self.optimizer, self.whole)
 
 
-def _divide(whole, like):
-    """The parts of rank 0's tensor, moved to the device and divided as `like` is."""
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)
+def _divide(value, like):
+    """Rank 0's tensor, divided as `like` is. What has another shape is the same on all ranks."""
+    if not torch.is_tensor(value) or value.shape != like.shape:
+        return copy.deepcopy(value)  # such as a number of steps
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+def _gather(value):
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else copy.deepcopy(value)
+
+
+def _copy_settings(source, target):
+    """Copy learning rates and what else a scheduler may change from optimizer to optimizer."""
+    own = ("params", "fused", "foreach")
+    for new, group in zip(source.param_groups, target.param_groups, strict=True):
+        group |= {key: value for key, value in new.items() if key not in own}

@@ -14,59 +14,59 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from .errors import say
+from .arguments import say
 
-NATIVE = 60  # seconds that a hang may last longer where no Python can run
-QUIET = 15  # seconds without a batch after which a process that was asked to stop says so
+NATIVE = 30  # seconds more for a hang in native code that lets no Python run
+NOTICE = 15  # seconds at one place after which a process that was asked to stop says where it is
 
 
 class Watch:
     """Ends this process when it fails or hangs, with a line that names its rank, epoch and step.
 
     A failure is an uncaught exception, or an error of NCCL's network: a traceback is printed, and
-    the exit code is 1. For a FloatingPointError, a loss that is no number, rank 0 prints one line,
+    the exit code is 1. For a FloatingPointError, a loss that is not finite, rank 0 prints one line,
     and the exit code is 2. A hang is a `with watch:` block that takes longer than `seconds`; None
-    is no limit. Code outside of such blocks has no limit. The end is os._exit(): an orderly exit
-    could hang, because loader workers ignore SIGTERM, and to destroy the process group is to wait
-    for the other processes. With a limit, SIGALRM and its timer are the watch's own.
+    is no limit. Blocks may nest, such as a validation in the middle of an epoch: the time starts
+    anew when any of them begins or ends. Code outside of all blocks has no limit. The end is
+    os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
+    the process group is to wait for the other processes.
 
-    run: an object whose place() says where it is, such as "epoch 3 step 40". store: that of the
-    process group; through it the ranks tell each other that they have failed, and a rank that does
-    not is named. stop: the Stop of this process. Where it is requested while a step hangs, that is
-    said: the launcher may soon kill this process.
+    run: an object whose place() says where it is, such as "epoch 3 step 40". stop: the StopRequest
+    of this process. store: that of the process group; through it the ranks tell each other that
+    they have failed, and a rank that does not is named.
     """
 
-    def __init__(self, rank, world_size, run, store=None, seconds=None, stop=None):
+    def __init__(self, rank, world_size, run, stop=None, seconds=None, store=None):
         self.rank, self.world_size, self.run, self.stop = rank, world_size, run, stop
         # Weak: sys.excepthook keeps this object, and a FileStore's file ends with its last user.
         self.store = weakref.ref(store) if store is not None else lambda: None
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
-        self.seconds = seconds and seconds * (0.9 if torch.cuda.is_available() else 1)
-        self.deadlines = [math.inf]  # of the blocks that we are in
-        self.blocks = 0  # that were entered so far
+        self.seconds = (seconds or math.inf) * (0.9 if torch.cuda.is_available() else 1)
+        self.depth = 0  # of the blocks that we are in
+        self.since = math.inf  # when the last of them began or ended
         self.ending = threading.Lock()
-        sys.excepthook = self._on_error
-        if seconds:
-            # Native code that holds the interpreter's lock stops our thread too. Then the kernel's
-            # timer ends the process, and a handler in C says where it was.
-            with contextlib.suppress(RuntimeError, ValueError):  # stderr is closed
-                faulthandler.enable()  # for an abort of NCCL's that _look() is not told of
-                faulthandler.register(signal.SIGALRM, chain=True)
-            threading.Thread(target=self._look, daemon=True).start()
+        sys.excepthook = self._on_error  # init_process_group wraps it, and calls it
+        faulthandler.enable(2)  # for a crash in native code: where Python was
+        # A forked process lacks the thread that _restart() starts, and would wait for it.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+        threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self):
-        self.blocks += 1
-        self.deadlines.append(time.monotonic() + (self.seconds or math.inf))
-        self._set_timer()
+        self.depth += 1
+        self._restart()
 
     def __exit__(self, *error):
-        self.deadlines.pop()
-        self._set_timer()
+        self.depth -= 1
+        self._restart()
 
-    def _set_timer(self):
-        if self.seconds:  # the thread may not run again before a hang: so here, for a microsecond
-            left = min(self.deadlines) - time.monotonic() + NATIVE
-            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3) if left < math.inf else 0)
+    def _restart(self):
+        self.since = time.monotonic() if self.depth else math.inf
+        # Native code that keeps the interpreter's lock stops our thread too. A thread in C then
+        # prints all stacks and ends the process. To start it takes about 40 microseconds.
+        if self.depth and self.seconds < math.inf:
+            faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     def _on_error(self, kind, error, trace):
         # A loader's worker that was killed is an error twice: what it sent cannot be read, and then
@@ -87,47 +87,50 @@ class Watch:
         self._end(lines, reason, collective)
 
     def _look(self):
-        quiet, blocks = 0, 0
-        while time.monotonic() < min(self.deadlines):
-            if broken := network_error():
-                self._on_hang(f"NCCL reports {broken}; it waits as above")
-            stopping = self.stop is not None and self.stop.requested.is_set()
-            quiet = quiet + 1 if stopping and blocks == self.blocks else 0
-            blocks = self.blocks
-            if quiet == QUIET:  # not ended: it may be a slow save
-                text = f"rank {self.rank} is to stop, and waits at {self.run.place()}"
-                say(f"{text} for {QUIET} s{self._missing('waits')}")
+        noticed = False
+        while True:
             time.sleep(1)
-        self._on_hang(f"no progress for {self.seconds:g} s; it waits as above")
+            waited = time.monotonic() - self.since
+            if error := network_error():
+                self._on_hang(f"NCCL reports {error}")
+            if waited > self.seconds:
+                self._on_hang(f"no progress for {self.seconds:g} s")
+            if waited > NOTICE and self.stop and self.stop.requested.is_set() and not noticed:
+                noticed = True  # not ended, it may be a slow save; but the launcher may kill it
+                place = f"has been at {self.run.place()} for {NOTICE} s; see the stack above"
+                say("".join([*main_stack(), f"rank {self.rank} was asked to stop, but {place}"]))
 
     def _on_hang(self, reason):
         self.ending.acquire()
-        frame = sys._current_frames()[threading.main_thread().ident]
-        self._end(traceback.format_stack(frame), reason, True)
+        self._end(main_stack(), f"{reason}; see the stack above", True)
 
-    def _end(self, lines, reason, others_too):
-        if others_too:
-            reason += self._missing("failed")
+    def _end(self, lines, reason, collective):
+        if collective:
+            reason += self._silent_ranks()
         say("".join([*lines, f"rank {self.rank} failed at {self.run.place()}: {reason}"]))
         os._exit(1)
 
-    def _missing(self, sign):
-        """Say `sign` to the other ranks; returns a text that names those that have not said it."""
+    def _silent_ranks(self):
+        """Tell the other ranks that this one fails; a text that names those that do not say so."""
         silent = []
 
         def ask():
             store = self.store()
-            store.set(f"{sign} {self.rank}", "")
+            store.set(f"failed {self.rank}", "")
             time.sleep(2)  # the others notice at nearly the same time
             ranks = range(self.world_size)
-            silent.extend(str(r) for r in ranks if not store.check([f"{sign} {r}"]))
+            silent.extend(str(r) for r in ranks if not store.check([f"failed {r}"]))
 
-        if self.store() is None:
-            return ""
-        thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach
-        thread.start()
-        thread.join(5)
-        return f"; no sign of rank {', '.join(silent)}" if silent else ""
+        if self.store() is not None:
+            thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach
+            thread.start()
+            thread.join(5)
+        return f"; rank {', '.join(silent)} did not respond" if silent else ""
+
+
+def main_stack():
+    """Where the main thread is, as lines."""
+    return traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
 
 
 def network_error():
