@@ -193,9 +193,9 @@ def horovod():
 
 
 def slurm():
-    f = Figure(330, "Slurm: tasks tell each other their numbers of GPUs; ranks are sums of them")
-    for i, (x, gpus, first) in enumerate([(20, 4, 0), (520, 2, 4)]):
-        w = 440 if i == 0 else 300
+    f = Figure(330, "Slurm: a task starts a process per GPU; ranks count on from task to task")
+    for i, (x, gpus, first) in enumerate([(20, 3, 0), (484, 3, 3)]):
+        w = 336
         f.box(x, 62, w, 158, "#e7f1f8", BLUE, thick=2)
         f.text(x + 12, 88, f"node {i}: srun starts task {i}", 16, anchor="start", bold=True)
         f.text(x + 12, 112, f"it sees {gpus} GPUs: {gpus} processes", 15, anchor="start")
@@ -211,16 +211,16 @@ def slurm():
                 size=15,
             )
     f.label(290, 12, 290, 34, "meeting point on node 0", "#fdf3dd", ORANGE, size=15, bold=True)
-    f.arrow((240, 58), (320, 48), color=ORANGE, both=True)
+    f.arrow((200, 58), (290, 48), color=ORANGE, both=True)
     f.arrow((640, 58), (550, 48), color=ORANGE, both=True)
-    f.text(200, 40, "task 0 has 4", 15)
-    f.text(670, 40, "task 1 has 2", 15)
-    f.text(420, 252, "counts = [4, 2], so world_size = sum(counts) = 6,", 16)
-    f.text(420, 280, "and the first rank of task 1 is sum(counts[:1]) = 4.", 16)
+    f.text(130, 40, "task 0 starts 3", 15)
+    f.text(720, 40, "task 1 starts 3", 15)
+    f.text(420, 252, "2 tasks x 3 processes, so world_size = 6,", 16)
+    f.text(420, 280, "and the first rank of task 1 is 1 x 3 = 3.", 16)
     f.text(
         420,
         310,
-        "Not tasks x GPUs of one node: nodes may differ, and tasks are not processes.",
+        "Tasks are not processes: one task per GPU is right too, each then starts 1.",
         15,
         GREY,
     )

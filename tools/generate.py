@@ -32,10 +32,10 @@ WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
 HUNKS = {
     "dataparallel": ["# Strategy."],
     "multiprocessing_distributed": ["# Who am I?", "dist.FileStore", "def spawn"],
-    "distributed_slurm_main": ["# Who am I?", "step.open_store", "def launch"],
+    "distributed_slurm_main": ["# Who am I?", "task.open_store", "def launch"],
     "apex_distributed": ["# Strategy.", "amp.scale_loss"],
     "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
-    "fsdp_distributed": ["make_mesh(", "# Strategy.", "parts.gather()", "longest"],
+    "fsdp_distributed": ["make_mesh(", "# Strategy.", "shards.gather()", "longest"],
 }
 # The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
 # from the one that holds it on.
@@ -294,9 +294,10 @@ def blocks():
     made["imports"] = excerpt("distributed.py", ("from common", "from common.watch"))
     made["evaluation"] = excerpt(
         "distributed.py",
-        ("val_sampler = range", "val_loader = "),
-        ("sums += torch.stack(values)", "sums += torch.stack(values)"),
-        ("*values, count = reduce_mean", "loss, acc1, acc5 = "),
+        ("val_sampler = range", "val_sampler = range"),
+        ("val_loader = ", "val_loader = "),
+        ("sums += torch.stack([loss, ", "sums += torch.stack([loss, "),
+        ("count = reduce_mean", "loss, acc1, acc5 = "),
     )
     return made
 
