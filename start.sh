@@ -4,7 +4,7 @@
 #   ./start.sh                       train with distributed.py on the built-in digits
 #   ./start.sh NAME [flags]          NAME: dataparallel, distributed, launch, multiprocessing,
 #                                    apex, horovod, slurm, fsdp
-#   ./start.sh test [pytest flags]   run the tests; with --all those that take long too
+#   ./start.sh test [pytest flags]   run the tests; with --all those that take long too, as CI does
 #
 #   NGPU=2 ./start.sh distributed                     how many processes (one per GPU, or 2)
 #   CUDA_VISIBLE_DEVICES=4,5 ./start.sh distributed   which GPUs
@@ -25,17 +25,34 @@ run() {
     exec "$@"
 }
 
-# The active environment if it has torch, else .venv, made at first use.
-if ! gpus=$(probe); then
-    export PATH="$PWD/.venv/bin:$PATH"
-    if [ ! -x .venv/bin/python ]; then
-        echo "Making .venv with torch and torchvision: several GB, this once." >&2
-        python3 -m venv .venv || { rm -rf .venv; exit 2; }
+has() {
+    python -c 'import importlib.util, sys
+sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "$@"
+}
+# What is missing, and how pip gets it: into .venv. In an environment of yours that is for you to do.
+install() {
+    if [ ! "$(dirname "$(command -v python)")" -ef .venv/bin ]; then
+        echo "error: your Python has no $1: run python -m pip install ${*:2}" >&2
+        exit 2
     fi
-    gpus=$(probe) || { python -m pip install -r requirements.txt && gpus=$(probe); } ||
-        { echo "error: .venv has no torch >= 2.6 with torchvision: see above, or remove it" >&2; exit 2; }
+    python -m pip install "${@:2}"
+}
+
+# Your Python if it has torch; else, where no environment is active, .venv, made at first use.
+torch="torch >= 2.6 with torchvision"
+if ! gpus=$(probe); then
+    if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+        export PATH="$PWD/.venv/bin:$PATH"
+        if [ ! -x .venv/bin/python ]; then
+            echo "Making .venv with torch and torchvision: several GB, this once." >&2
+            python3 -m venv .venv || { rm -rf .venv; exit 2; }
+        fi
+    fi
+    gpus=$(probe) || { install "$torch" -r requirements.txt && gpus=$(probe); } ||
+        { echo "error: .venv has no $torch: see above, or remove it" >&2; exit 2; }
 fi
-python -c 'import sklearn, tqdm' 2>/dev/null || python -m pip install scikit-learn tqdm
+has sklearn tqdm || install "scikit-learn and tqdm" scikit-learn tqdm
+has torchcodec || echo "hint: PIL reads the images, slowly; torch >= 2.11 can have torchcodec for that" >&2
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
 
 name=${1:-distributed}
@@ -57,7 +74,8 @@ case $name in
         ;;
     slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" -c "${NCPU:-$(nproc)}" python distributed_slurm_main.py "$@" ;;
     test)
-        python -m pip install --quiet -r requirements-dev.txt
+        has pytest pytest_timeout xdist matplotlib tensorboard kubernetes_validate ||
+            install "packages for the tests" -r requirements-dev.txt
         # Three files of tests at a time: a test that waits leaves its core to another.
         run python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
         ;;

@@ -1,15 +1,12 @@
 """How the tests start scripts: as a user does, with a timeout, and with nothing left behind."""
 
-import contextlib
 import json
 import os
 import queue
 import re
-import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -17,49 +14,33 @@ from pathlib import Path
 
 import pytest
 
-# A thread that waits for others sleeps. By default it keeps its core busy while it waits. Other
-# tests need that core too: they took up to five times as long.
+# A thread that waits for others sleeps, instead of keeping its core busy: other tests need it.
 PATIENT = {"OMP_WAIT_POLICY": "passive"}
 os.environ |= PATIENT  # is read when torch is loaded
 
 import torch  # noqa: E402
 
-from tests.forks import ask, told  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
-START = {"PYTHONPATH": str(ROOT / "tests/start")}  # each Python runs its sitecustomize.py first
 # What is started under nohup, as the tests may be, ignores this signal otherwise.
 HEAR_SIGHUP = ["env", "--default-signal=HUP"]
-# Fast settings: a small model without BatchNorm on small images, three steps an epoch.
+# What torchrun sets for two processes and the other launchers do not: sums in one order.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Fast settings: a small model without BatchNorm on small images, 29 steps an epoch.
 SMALL = "--arch tests.nets:plain --image-size 24 --batch-size 48 --epochs 2".split()
 
 
-def torchrun(processes, script="distributed.py"):
-    """The command for `processes` processes on this machine."""
-    run = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
-    return [*run, f"--nproc-per-node={processes}", str(ROOT / script)]
+def python(script="distributed.py"):
+    """The command for one process."""
+    return [PYTHON, str(ROOT / script)]
 
 
-def forked(script="distributed.py", ranks=1):
-    """The command for a fork of a process that has torch already: see tests/forks.py.
-
-    script may be "-c" too. ranks: with more than one, so many are started as torchrun does it. A
-    variable that Python or a library reads when it is loaded has no effect. OMP_NUM_THREADS has
-    one: the full scripts read it themselves.
-    """
-    return [Forked, ranks, script if script == "-c" else str(ROOT / script)]
-
-
-def forking():
-    """Variables for a Job whose Pythons are to be such forks, also those that its launcher starts.
-
-    Job replaces PYTHON by "python", which PATH finds in tests/start. torchrun starts what
-    PYTHON_EXEC says.
-    """
-    env = {"TEST_FORKS": Forked.server(), "TEST_PYTHON": PYTHON, "PYTHON_EXEC": "python"}
-    return env | {"PATH": f"{ROOT}/tests/start:{Path(PYTHON).parent}:{os.environ['PATH']}"}
+def torchrun(processes, script="distributed.py", *flags):
+    """The command for `processes` processes on this machine; flags: more of torchrun's own."""
+    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={processes}", *flags, str(ROOT / script)]
 
 
 def without_launchers(env):
@@ -90,13 +71,11 @@ def pytest_configure(config):
 
 
 # What takes longest comes first, or one core would wait for the other at the end.
-LONGEST = "models faults docs slurm scripts horovod bugs recipes elastic fsdp rehearsal".split()
-LONGEST += "benchmark apex errors".split()
+ROOMS = {"cluster": 0, "run": 1, "gpu": 2, "docs": 3, "unit": 4}
 
 
 def pytest_collection_modifyitems(config, items):
-    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    items.sort(key=lambda item: ROOMS.get(item.path.parent.name, 0))
     if config.getoption("--all") or any("::" in name for name in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -106,73 +85,8 @@ def pytest_collection_modifyitems(config, items):
         config.workeroutput["left_out"] = len(left_out)
 
 
-class Forked:
-    """A fork of tests/forks.py, with what Job uses of subprocess.Popen."""
-
-    address = None
-
-    def __init__(self, command, cwd, env):
-        self.args, self.returncode = command, None
-        read, write = os.pipe()
-        self.stdout = open(read)  # noqa: SIM115
-        with open(os.devnull) as nothing:
-            files = {0: nothing.fileno(), 1: write, 2: write}
-            _, ranks, *command = command
-            env = env | {"TEST_FORKS": self.server(), "TEST_PYTHON": PYTHON}  # for mp.spawn
-            self.connection = ask(self.server(), command, env, str(cwd), files, ranks)
-        os.close(write)
-        self.pid = told(self.connection)
-
-    @classmethod
-    def server(cls):
-        """Where the server listens; it is started when that is asked for the first time."""
-        if cls.address is None:
-            # The path of a socket has at most 107 bytes.
-            cls.folder = tempfile.TemporaryDirectory(
-                dir="/tmp" if len(tempfile.gettempdir()) > 80 else None
-            )
-            address = f"{cls.folder.name}/forks"
-            quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
-            cls.process = subprocess.Popen(
-                [*HEAR_SIGHUP, PYTHON, ROOT / "tests/forks.py", "--serve", address],
-                cwd=ROOT,
-                env=without_launchers(os.environ) | quiet | PATIENT | START,
-                stdin=subprocess.PIPE,  # the server ends when it is closed, as it is by our end
-                start_new_session=True,
-            )
-            deadline = time.monotonic() + 100
-            while not os.path.exists(address):
-                assert cls.process.poll() is None, "tests/forks.py has ended: see its error above"
-                assert time.monotonic() < deadline, "tests/forks.py was not ready after 100 s"
-                time.sleep(0.05)
-            cls.address = address
-        return cls.address
-
-    def wait(self, timeout=None):
-        if self.returncode is None:
-            if not select.select([self.connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = told(self.connection)
-        return self.returncode
-
-    def poll(self):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self):
-        self.send_signal(signal.SIGKILL)
-
-
 class Job:
-    """A command in a session of its own, whose every descendant can be found.
-
-    Of a fork below a launcher, see forking(), the stand-in is found: they end together.
-    """
+    """A command in a session of its own, whose every descendant can be found."""
 
     started, gpu = [], False  # in this test; whether it is one that needs a GPU
 
@@ -183,27 +97,16 @@ class Job:
         if not self.gpu:  # what the tests hold to the bit is bits of CPUs
             clean["CUDA_VISIBLE_DEVICES"] = ""
         clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
-        clean |= PATIENT | (env or {})
-        paths = [(env or {}).get("PYTHONPATH"), START["PYTHONPATH"]]
-        if command[0] is Forked:
-            paths.append(str(ROOT))  # a copy of a script, or code after -c, finds tests.nets
-        clean["PYTHONPATH"] = ":".join(filter(None, paths))
-        if command[0] is Forked:
-            command = [*command[:2], *map(str, command[2:])]
-            self.process = Forked(command, cwd, clean)
-        else:
-            if "TEST_FORKS" in clean:
-                command = ["python" if part == PYTHON else part for part in command]
-            self.process = subprocess.Popen(
-                [*HEAR_SIGHUP, *map(str, command)],
-                cwd=cwd,
-                env=clean,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+        self.process = subprocess.Popen(
+            [*HEAR_SIGHUP, *map(str, command)],
+            cwd=cwd,
+            env=clean | PATIENT | (env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         self.lines = queue.SimpleQueue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -224,8 +127,7 @@ class Job:
             if entry.name.isdigit():
                 try:
                     state, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()
-                    ours = int(numbers[2]) == self.process.pid  # its session: a fork has no mark
-                    ours = ours or self.mark.encode() in (entry / "environ").read_bytes()
+                    ours = self.mark.encode() in (entry / "environ").read_bytes()
                     if ours and state != "Z":
                         found.append((int(numbers[18]), int(entry.name)))  # its start
                 except OSError:
@@ -356,7 +258,7 @@ def last_result(output):
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
     """A folder to run in, which has the digits already."""
-    from common.digits import digits_folder
+    from common.images import digits_folder
 
     folder = tmp_path_factory.mktemp("work")
     digits_folder(str(folder / "data"))

@@ -63,11 +63,11 @@ class Hosts:
             self.ip(f"-n {space} link set {cable} {state}")
 
     def start(self, i, command, cwd, env=None, pod=False):
-        """A Job on host i. As in a pod its process is number 1, and /dev/shm is its own."""
+        """A Job on host i. As in a pod its process is number 1, its /dev/shm small and its own."""
         own, shell = ["--uts"], 'hostname "$0" && exec "$@"'
         if pod:
             own += "--pid --fork --kill-child --mount-proc".split()
-            shell = f"mount -t tmpfs shm /dev/shm && {shell}"
+            shell = f"mount -t tmpfs -o size=128k shm /dev/shm && {shell}"
         inside = ["ip", "netns", "exec", self.spaces[i], "unshare", *own]
         name = self.names[i].split()[-1]
         return Job([*inside, "sh", "-c", shell, name, *command], cwd, env)

@@ -21,29 +21,34 @@ class Images(list):
 
 def arguments(folder, resume="auto", **more):
     """The flags that a Run looks at."""
-    known = {"arch": "a", "batch_size": 8, "seed": 0, "evaluate": False, "tensorboard": False}
-    known |= {"epochs": 9999, "max_steps": None}
+    known = {"arch": "a", "image_size": 24, "batch_size": 8, "seed": 0, "data": None, "lr": 0.1}
+    known |= {"epochs": 9999, "max_steps": None, "evaluate": False, "tensorboard": False}
+    known |= {"predictions": None, "warmup_epochs": 0, "pretrained": False, "precision": "fp32"}
     return SimpleNamespace(**known | {"checkpoint_dir": str(folder), "resume": resume} | more)
 
 
-def read(folder, resume="auto", images=None, **more):
-    """A run that has read its checkpoint, and done nothing else."""
-    return Run(arguments(folder, resume, **more), images or Images(), STEPS, world_size=1)
-
-
-def opened(folder, resume="auto", images=None, **more):
-    """A run that may write to its folder."""
-    run = read(folder, resume, images, **more)
-    run.open_folder()
+def read(folder, resume="auto", images=None, world_size=1, **more):
+    """A run that has the lock, has read its checkpoint, and done nothing else."""
+    run = Run(arguments(folder, resume, **more), 0, world_size)
+    run.plan(images or Images(), STEPS)
     return run
 
 
 def parts():
-    """What a run restores and saves."""
+    """What a run restores and saves: (net, optimizer, scaler, meters)."""
     torch.manual_seed(0)
     net = nets.plain(10)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=True)
-    return net, optimizer, torch.amp.GradScaler("cpu", enabled=False), [AverageMeter("loss")]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return net, optimizer, scaler, {"loss": AverageMeter("loss")}
+
+
+def opened(folder, resume="auto", images=None, **more):
+    """A run that may write to its folder, with the state of its checkpoint."""
+    run = read(folder, resume, images, **more)
+    run.attach(*parts())
+    run.tidy_folder()
+    return run
 
 
 def train_a_step(run):
@@ -52,10 +57,9 @@ def train_a_step(run):
     run.optimizer.step()
 
 
-def write(folder, count):
+def write(folder, count, **more):
     """Save `count` checkpoints, of epochs 1, 2, ..., each the best so far; returns their run."""
-    run = opened(folder)
-    run.restore(*parts())
+    run = opened(folder, **more)
     train_a_step(run)
     for epoch in range(1, count + 1):
         save(run, epoch)
@@ -64,5 +68,6 @@ def write(folder, count):
 
 def save(run, epoch, acc1=None):
     """As at the end of an epoch; without acc1 it is the best so far."""
-    run.epoch = epoch
-    run.save({"epoch": epoch, "step": 0}, 50.0 + epoch if acc1 is None else acc1)
+    run.epoch, run.step = epoch - 1, STEPS
+    is_best = run.end_epoch(50.0 + epoch if acc1 is None else acc1)
+    run.save({"epoch": epoch, "step": 0}, is_best)

@@ -1,0 +1,74 @@
+"""Runs a copy of a script as one process or several, without a launcher.
+
+multiprocessing's forkserver has imported torch once and forks each of them: that saves 4 s of CPU
+for each. The launchers themselves are started in test_docs.py, test_minimal.py and tests/run.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["torch.distributed", "torch.nn.parallel", "torchvision", "sklearn"])
+
+
+def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", output=None):
+    """(exit codes, output) of a script whose processes find what torchrun would have set.
+
+    before: code that each process runs first; output: the file for what they print.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    output = Path(output or Path(script).with_suffix(".txt"))
+    output.unlink(missing_ok=True)
+    known = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    processes, deadline = [], time.monotonic() + 120
+    for rank in range(ranks):
+        own = known | {"RANK": rank, "LOCAL_RANK": rank} | (env or {})
+        arguments = [str(word) for word in (script, *flags)]
+        own = {name: str(value) for name, value in own.items()}
+        given = arguments, own, str(cwd or Path(script).parent), str(output), before
+        processes.append(forks.Process(target=be_a_rank, args=given))
+        processes[-1].start()
+    try:
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        assert None not in codes, f"{script} took more than 120 s:\n{output.read_text()}"
+        return codes, output.read_text()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def be_a_rank(arguments, env, cwd, output, before):
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ |= env
+    os.chdir(cwd)
+    sys.argv = arguments
+    sys.path[:0] = [os.path.dirname(arguments[0]), str(ROOT)]
+    try:
+        exec(before, {})
+        runpy.run_path(arguments[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # the full scripts have one of their own
+        sys.exit(1)
+
+
+def good(script, *flags, **more):
+    """The output of processes that all end well."""
+    codes, output = run_ranks(script, flags, **more)
+    if any(codes):
+        pytest.fail(f"{script} {flags} ended with {codes}:\n{output}")
+    return output

@@ -1,0 +1,204 @@
+"""What needs an NVIDIA GPU: ./start.sh test -m gpu."""
+
+import time
+
+import pytest
+import torch
+from conftest import SMALL, last_result, load, python, rows, run, torchrun
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from common.loader import Seeded, TrainSampler, start_loader
+from common.prefetcher import MEAN, STD, Prefetcher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+ONE = python()
+# For runs that are compared: the tensor cores round float32 to 10 bits, in some of cuDNN's choices.
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+DEEP = "--arch resnet18 --image-size 64 --batch-size 64 --max-steps 30 --seed 3".split()
+
+
+def assert_alike(folder, other, atol, rtol):
+    """Not to the bit: cuDNN's choices are not the same in every run."""
+    a, b = load(folder), load(other)
+    assert (a["epoch"], a["step"]) == (b["epoch"], b["step"])
+    for key, value in a["state_dict"].items():
+        torch.testing.assert_close(value, b["state_dict"][key], atol=atol, rtol=rtol)
+
+
+def test_prefetcher_equals_the_plain_path_to_the_bit():
+    """Over many batches, with a consumer that keeps the GPU busy and lets go of each batch."""
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (
+            torch.randint(0, 256, (32, 3, 96, 96), dtype=torch.uint8, generator=generator),
+            torch.randint(0, 10, (32,), generator=generator),
+        )
+        for _ in range(8)
+    ]
+    batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches] * 25
+    scale = torch.tensor([1 / (255 * std) for std in STD], device=device).view(1, 3, 1, 1)
+    shift = [-mean / std for mean, std in zip(MEAN, STD, strict=True)]
+    shift = torch.tensor(shift, device=device).view(1, 3, 1, 1)
+    work = torch.randn(2048, 2048, device=device)
+    sums = []
+    for images, target in Prefetcher(batches, device):
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        for _ in range(5):
+            work = torch.tanh(work @ work)  # so that the copies run ahead of what reads them
+        sums.append(
+            torch.stack([images.double().sum(), images.double().pow(2).sum(), target.sum()])
+        )
+    expected = []
+    for images, target in batches:
+        plain = images.cuda().to(torch.float32, memory_format=torch.channels_last)
+        plain = torch.addcmul(shift, plain, scale)
+        values = [plain.double().sum(), plain.double().pow(2).sum(), target.cuda().sum()]
+        expected.append(torch.stack(values))
+    assert torch.stack(sums).equal(torch.stack(expected))
+
+
+def test_waiting_is_the_gpus_not_the_hosts():
+    """The host runs ahead of the GPU, and has time: it matters when the GPU has none to wait."""
+    device, busy = torch.device("cuda"), torch.randn(8192, 8192, device="cuda")
+
+    def slow(seconds):
+        for _ in range(10):
+            time.sleep(seconds)
+            yield torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+
+    for rounds, least, most in ((0, 0.45, 1.0), (10, 0.0, 0.2)):  # a round takes 20 ms or more
+        batches = Prefetcher(slow(0.05), device)
+        for _ in batches:
+            for _ in range(rounds):
+                busy @ busy
+        assert least < batches.waited() < most
+
+
+@pytest.mark.parametrize("flags", ["", "--precision fp16", "--precision fp32", "--compile"])
+def test_trains_resumes_and_evaluates(flags, work, tmp_path):
+    """bf16 is the default: from the same start, the loss falls and the digits are learned."""
+    command = [*ONE, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
+    output = run([*command, "--max-steps", "44"], work, timeout=300)
+    assert f"distributed.py: processes: 1, nccl, {torch.cuda.get_device_name()}, " in output
+    assert ("bf16" in output) == ("--precision" not in flags)
+    output = run([*command, "--resume", "auto"], work, timeout=300)
+    assert "resumed from" in output and "at epoch 2 step 0" in output
+    loss, acc1, _ = last_result(output)
+    assert acc1 > 95 and loss < 0.3
+    assert rows(tmp_path / "c")[-1]["epoch"] == 4
+    evaluate = ["--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
+    assert last_result(run([*command, *evaluate], work)) == pytest.approx(
+        (loss, acc1, 100), abs=0.6
+    )
+    assert bool(load(tmp_path / "c")["scaler"]) == ("fp16" in flags)
+
+
+def test_dataparallel_and_distributed_agree_on_one_gpu(work, tmp_path):
+    for name in ("dataparallel.py", "distributed.py"):
+        command = [
+            *python(name),
+            *SMALL,
+            "--precision",
+            "fp32",
+            "--checkpoint-dir",
+            tmp_path / name,
+        ]
+        run(command, work, env=NO_TF32 | {"CUDA_VISIBLE_DEVICES": "0"})
+    assert_alike(tmp_path / "dataparallel.py", tmp_path / "distributed.py", 1e-4, 1e-3)
+
+
+def test_a_gpu_goes_on_from_a_cpu_and_back(work, tmp_path):
+    flags = [*SMALL, "--checkpoint-dir", tmp_path / "c", "--resume", "auto"]
+    cpu = {"CUDA_VISIBLE_DEVICES": ""}
+    for steps, env in ((10, cpu), (20, {}), (30, cpu)):
+        output = run([*ONE, *flags, "--max-steps", str(steps)], work, env=env)
+        assert ("processes: 1, gloo, cpu, " in output) == (env == cpu)
+    assert rows(tmp_path / "c")[-1]["step"] == 1
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_batches_stay_as_they_are(workers):
+    """Pinned and prefetched, for as long as somebody holds them: a list of a whole epoch."""
+    images = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8)
+    dataset, batches = TensorDataset(images, torch.arange(40)), {}
+    for device in map(torch.device, ("cpu", "cuda")):
+        sampler = TrainSampler(40, 2, 0, 1, 0)
+        loader = start_loader(Seeded(dataset, 0), sampler, 2, workers, device)
+        batches[device.type] = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            held = list(loader)
+            assert all(images.is_pinned() == (device.type == "cuda") for images, _ in held)
+            batches[device.type] += [images.flatten().tolist() for images, _ in held]
+            prefetched = list(Prefetcher(loader, device))
+            assert len(prefetched) == len(held) == 20
+            for (images, target), (same, labels) in zip(held, prefetched, strict=True):
+                plain = images / 255 - torch.tensor(MEAN).view(3, 1, 1)
+                plain = plain / torch.tensor(STD).view(3, 1, 1)
+                torch.testing.assert_close(same.cpu(), plain, atol=1e-5, rtol=1e-5)
+                assert labels.cpu().equal(target)
+    assert batches["cpu"] == batches["cuda"]
+
+
+def test_more_processes_than_gpus(work):
+    count = torch.cuda.device_count()
+    output = run([*torchrun(count + 1), *SMALL, "-b", str(count + 1)], work, code=1)
+    assert f"error: {count + 1} processes on a node with {count} GPUs: start {count}, or" in output
+
+
+def test_sync_bn_of_two_processes_is_batchnorm_of_one(work, tmp_path):
+    """They share a GPU. Without --sync-bn each has statistics of its own half."""
+    flags = [*DEEP, "--precision", "fp32", "--max-steps", "3", "--checkpoint-dir"]
+    run([*ONE, *flags, tmp_path / "one"], work, env=NO_TF32)
+    two = [*torchrun(2), "--backend", "gloo", *flags]
+    run([*two, tmp_path / "two", "--sync-bn"], work, env=NO_TF32)
+    output = run([*two, tmp_path / "halves"], work, env=NO_TF32)
+    assert f"processes: 2, gloo, {torch.cuda.get_device_name()}, fp32" in output
+    assert_alike(tmp_path / "one", tmp_path / "two", 1e-3, 1e-2)
+    with pytest.raises(AssertionError):
+        assert_alike(tmp_path / "one", tmp_path / "halves", 1e-3, 1e-2)
+
+
+def test_two_gpus_with_nccl_train_as_one(work, tmp_path):
+    """In mid-epoch too, from a checkpoint of the other."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    flags = [*SMALL, "--precision", "fp32", "--checkpoint-dir"]
+    run([*ONE, *flags, tmp_path / "one"], work, env=NO_TF32)
+    for number, command, steps in ((2, torchrun(2), 5), (1, ONE, 17), (2, torchrun(2), 9999)):
+        command = [*command, *flags, tmp_path / "two", "--resume", "auto", "--max-steps", steps]
+        output = run(command, work, env=NO_TF32)
+        assert f"processes: {number}, nccl, {torch.cuda.get_device_name()}" in output
+    assert_alike(tmp_path / "one", tmp_path / "two", 1e-4, 1e-3)
+
+
+def test_killed_and_resumed(work, tmp_path):
+    flags = [*SMALL, "--precision", "fp32", "--checkpoint-freq", "5"]
+    for name, *more in (("b", "--max-steps", "17"), ("b", "--resume", "auto"), ("c",)):
+        run([*ONE, *flags, *more, "--checkpoint-dir", tmp_path / name], work, env=NO_TF32)
+    assert_alike(tmp_path / "b", tmp_path / "c", 1e-3, 1e-2)
+
+
+def test_dataparallels_threads_compute_in_the_dtype_asked_for():
+    """With two GPUs; autocast's dtype is not handed to nn.DataParallel's threads."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    net = nn.Linear(4, 4).cuda()
+    net.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", torch.bfloat16))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert nn.DataParallel(net)(torch.rand(4, 4).cuda()).dtype == torch.bfloat16
+
+
+def test_ddp_needs_no_device_ids():
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(nn.Linear(4, 4).cuda(), gradient_as_bucket_view=True)
+    model(torch.rand(2, 4).cuda()).sum().backward()
+    dist.destroy_process_group()

@@ -1,0 +1,194 @@
+"""The host's side of the GPU path, rehearsed on GPUs that compute nothing: rehearsal/cuda.cpp.
+
+All of torch's own code for GPUs runs. This proves what the scripts ask of a GPU and of NCCL, and
+what they do when one fails. It proves no number and no speed: those need a GPU, test_gpu.py.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PYTHON, ROOT, Job, last_result, python, run, torchrun
+
+HERE = ROOT / "tests/gpu/rehearsal"
+WHEELS = importlib.util.find_spec("nvidia")  # those that torch's for GPUs brings
+HEADERS = [Path(p, "cu13/include") for p in (WHEELS.submodule_search_locations if WHEELS else [])]
+HEADERS = [path for path in HEADERS if (path / "driver_types.h").exists()]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not (HEADERS and shutil.which("g++") and sys.platform == "linux"),
+        reason="needs g++ and a torch for CUDA 13 (on Linux)",
+    ),
+]
+# What CUDA's headers take from one that torch's wheels do not bring.
+NOTHING = "__device_builtin__ __host__ __device__ CUDARTAPI CUDARTAPI_CDECL CUDART_CB"
+NOTHING += " __device_builtin_texture_type__ __device_builtin_surface_type__"
+DEFINITIONS = "".join(f"#define {name}\n" for name in NOTHING.split())
+for name in ("__align__", "__builtin_align__"):
+    DEFINITIONS += f"#define {name}(n) __attribute__((aligned(n)))\n"
+# 22 steps an epoch; the model has 20 convolutions.
+FLAGS = "--arch resnet18 --image-size 64 --batch-size 64 -p 1 -j 1".split()
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory):
+    """The environment of a process that sees so many GPUs, as a function."""
+    folder = tmp_path_factory.mktemp("rehearsal")
+    (folder / "crt").mkdir()
+    (folder / "crt/host_defines.h").write_text(DEFINITIONS)
+    library = folder / "libcuda.so.1"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    command += [f"-I{path}" for path in (folder, *HEADERS)]
+    subprocess.run([*command, "-o", library, HERE / "cuda.cpp"], check=True, timeout=120)
+
+    def environment(count, **more):
+        env = {"LD_PRELOAD": str(library), "PYTHONPATH": f"{HERE}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+        return env | {"REHEARSAL_GPUS": str(count), "REHEARSAL_REPORT": "1"} | more
+
+    return environment
+
+
+SLURM = {  # of the only task of a step; that srun sets them so is seen in test_slurm.py
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "127.0.0.1",
+    "SLURM_GPUS_ON_NODE": "2",
+    "SLURM_CPUS_ON_NODE": "2",
+    "SLURM_JOB_ID": str(os.getpid()),
+}
+APEX = {"PYTHONPATH": f"{HERE}:{ROOT / 'tests/apex_doubles/today'}"}
+SCRIPTS = [  # all but Horovod's, whose library would have to be built for CUDA
+    (torchrun(2), "", "processes: 2, nccl, Rehearsal, bf16", {}),
+    (
+        python("multiprocessing_distributed.py"),
+        "--precision fp16 --sync-bn",
+        "processes: 2, nccl, Rehearsal, fp16",
+        {},
+    ),
+    (
+        python("distributed_slurm_main.py"),
+        "--precision fp32",
+        "processes: 2, nccl, Rehearsal, fp32",
+        SLURM,
+    ),
+    (torchrun(2, "apex_distributed.py"), "", "nccl, Apex's FusedSGD, Rehearsal, bf16", APEX),
+    (torchrun(2, "fsdp_distributed.py"), "", "processes: 2, nccl, Rehearsal, bf16", {}),
+    (python("dataparallel.py"), "", "processes: 1, nn.DataParallel, Rehearsal", {}),
+    (torchrun(2), "--backend gloo --sync-bn", "processes: 2, gloo, Rehearsal", {}),
+]
+
+
+def test_every_script_goes_on_with_the_run_of_the_one_before(gpus, work, tmp_path):
+    """In three precisions. It says no warning, and no process touches a GPU of another."""
+    predictions = tmp_path / "predictions.csv"
+    for number, (command, flags, expected, env) in enumerate(SCRIPTS):
+        command = [*command, *FLAGS, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
+        command += ["--resume", "auto", "--max-steps", 2 * number + 2, "--predictions", predictions]
+        sharing = "gloo" in flags
+        output = run(command, work, env=gpus(1 if sharing else 2, **env))
+        assert expected in output and "warn" not in output.lower(), output
+        assert not number or f"checkpoint.pth at epoch 0 step {2 * number}\n" in output
+        assert last_result(output) == (1.5, 42, 80)  # as sitecustomize.py says
+        assert len(predictions.read_text().splitlines()) == 361
+        used = {}
+        for process, device in re.findall(r"process (\d+): launch on (\d)", output):
+            used.setdefault(process, []).append(device)
+        devices = sorted(used.values())
+        alone = [["0", "1"]] if "dataparallel" in str(command) else [["0"], ["1"]]
+        assert devices == ([["0"], ["0"]] if sharing else alone), output
+
+
+BUILD = """
+import ctypes, os, torch
+from types import SimpleNamespace
+from common.device import set_up_device
+from common.model import build_model, try_model
+
+count = ctypes.CDLL(None).rehearsal_count
+args = SimpleNamespace(arch="resnet18", pretrained=False, image_size=64, dist_timeout=2)
+device = set_up_device(0, 1, args)
+
+def build(hang="never"):
+    net = build_model(args, 10, device)
+    count(b"launch")
+    os.environ["REHEARSAL_HANG"] = hang
+    try_model(net, torch.zeros(1, 3, 64, 64, device=device), 10, 8, args)
+
+for memory in (0, 2, 3):
+    count(b"cudaMalloc")
+    os.environ["REHEARSAL_MEMORY"] = str(memory)
+    try:
+        build()
+    except ValueError as error:
+        print("memory", memory, error)
+os.environ["REHEARSAL_MEMORY"] = "1000"
+count(b"cudnnBackendExecute")
+build()
+print("convolutions", count(b"cudnnBackendExecute"), torch.backends.cudnn.benchmark)
+build("launch:9")
+"""
+
+
+def test_a_model_is_built(gpus):
+    """On a GPU that is full in the midst of it, once per convolution, and on one that hangs."""
+    output = run([PYTHON, "-c", BUILD], ROOT, env=gpus(1), code=1)
+    for memory in (0, 2, 3):
+        assert f"memory {memory} the model does not run on this GPU: CUDA out of memory. " in output
+    assert "convolutions 20 True" in output  # each is tried in a dozen ways in training alone
+    assert "Timeout (0:00:02)!" in output and "in try_model\n" in output
+
+
+def test_a_gpu_that_hangs_in_training_is_noticed(gpus, work, tmp_path):
+    """In a launch, which waits when the queue is full, as in a synchronisation."""
+    command = [*python(), *FLAGS, "--checkpoint-dir", tmp_path / "c"]
+    env = gpus(1, REHEARSAL_HANG="launch:6000")
+    output = run([*command, "--dist-timeout", 5], work, env=env, code=1)
+    assert re.search(
+        r"rank 0 failed at epoch 0 step \d+: no progress for 4.5 s; see the stack", output
+    )
+
+
+def test_nccl_fails_in_one_process_and_the_other_waits(gpus, work, tmp_path):
+    """NCCL would name no step, and the survivor nothing at all before torchrun kills it."""
+    env = gpus(2, REHEARSAL_HANG="ncclAllReduce:80:1")
+    job = Job([*torchrun(2), *FLAGS, "--checkpoint-dir", tmp_path / "c"], work, env)
+    output = job.wait_for(r"rank 1 failed at epoch 0 step \d+: NCCL reports COMM_ERROR", 120)
+    assert "in train\n" in output
+    job.wait_for(r"rank 0 was asked to stop, but has been at epoch 0 step \d+ for 15 s; see the")
+    job.kill()
+    job.wait(30)
+
+
+STEPS = """
+import ctypes, runpy, common.loader
+count, seen, real = ctypes.CDLL(None).rehearsal_count, [], common.loader.seed_step
+
+def seed_step(*position):
+    seen.append(count(b"wait"))
+    real(*position)
+
+common.loader.seed_step = seed_step
+try:
+    runpy.run_path("distributed.py", run_name="__main__")
+except SystemExit:
+    print("waits", seen[13:20], "and where it prints", seen[20])
+"""
+
+
+def test_a_step_does_not_wait_for_the_gpu(gpus, work, tmp_path):
+    """Where it prints, it does: a copy, and a wait for it. DDP measures its first ten steps."""
+    flags = [*FLAGS, "--data", work / "data/digits", "-p", "20", "--max-steps", "22"]
+    command = [PYTHON, "-c", STEPS, *flags, "--checkpoint-dir", tmp_path / "c"]
+    output = run(command, ROOT, env=gpus(1))
+    assert "waits [0, 0, 0, 0, 0, 0, 0] and where it prints 2\n" in output

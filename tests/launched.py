@@ -1,0 +1,98 @@
+"""Each script started by its real launcher with two processes, who its processes are, and resumes.
+
+A run is compared with the uninterrupted one to the bit: weights, buffers, momentum, meters, the
+best accuracy and every line of metrics.jsonl but for its timings.
+"""
+
+import functools
+import os
+import re
+from pathlib import Path
+
+from conftest import HOROVODRUN, ONE_THREAD, ROOT, Job, load, python, rows, same_state, torchrun
+
+# BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
+FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
+FLAGS += "--checkpoint-freq 5 --max-steps 45 -j 1".split()
+DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
+# Slurm's script has tests of its own, on a cluster.
+SCRIPTS = {
+    "alone": (python("distributed.py"), {}),
+    "dataparallel": (python("dataparallel.py"), {}),
+    "distributed": (torchrun(2), {}),
+    "multiprocessing": ([*python("multiprocessing_distributed.py"), "--nprocs=2"], {}),
+    "apex": ([*torchrun(2, "apex_distributed.py"), "--precision", "fp32"], DOUBLE),
+    "horovod": ([*HOROVODRUN, ROOT / "horovod_distributed.py"], {}),
+    "fsdp": (torchrun(2, "fsdp_distributed.py"), {}),
+}
+# Whose sums are the same to the bit: one process adds in another order than two, and so does FSDP.
+ALIKE = {"alone": "alone", "dataparallel": "alone", "fsdp": "fsdp"}
+
+
+def start(name, folder, work, *more):
+    command, env = SCRIPTS[name]
+    return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, {**ONE_THREAD, **env})
+
+
+def finish(job, code=0, timeout=120):
+    returned, output = job.wait(timeout)
+    assert returned == code, output
+    return output
+
+
+def resume(name, folder, work, *more):
+    """The rest of a run of any script, by the cheapest that goes on to the same end."""
+    name = ALIKE.get(name, "distributed")
+    return finish(start(name, folder, work, "--resume", "auto", *more))
+
+
+def straight(name, work):
+    """The folder of a run without a fault that ends as this script's does to the bit."""
+    return _straight(ALIKE.get(name, "distributed"), work)
+
+
+@functools.cache
+def _straight(name, work):
+    finish(start(name, work / f"straight-{name}", work))
+    return work / f"straight-{name}"
+
+
+def cmdline(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def parent(pid):
+    try:
+        return int(re.search(r"^PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
+    except OSError:
+        return 0
+
+
+def processes(job):
+    """(the launcher, the training processes, the loader workers) of a job, as pids."""
+    script = [p for p in job.pids() if re.search(r"\.py |spawn_main", cmdline(p))]
+    launchers = "torch.distributed|horovodrun|resource_tracker|bash|sh -c"
+    script = [p for p in script if not re.search(launchers, cmdline(p))]
+    # A loader worker is a fork of a training process, with its command line.
+    workers = [p for p in script if cmdline(parent(p)) == cmdline(p)]
+    training = [p for p in script if p not in workers and p != job.process.pid]
+    return job.process.pid, training or [job.process.pid], workers
+
+
+def same_run(folder, reference):
+    for name in ("checkpoint.pth", "model_best.pth"):
+        assert same_state(load(folder, name), load(reference, name))
+    assert rows(folder, timings=False) == rows(reference, timings=False)
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(reference))  # no temporary file
+
+
+def resumed_where_it_stood(output, state):
+    """Whether it says so, and its first step is indeed the next one."""
+    place = f"at epoch {state['epoch']} step {state['step']}"
+    following = divmod(state["epoch"] * 29 + state["step"], 29)  # that of 29 had only no validation
+    first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+) \[(\d+)/", output, re.M)
+    goes_on = first and (int(first[1]), int(first[2]) - 1) == following
+    return goes_on and re.search(f"resumed from .*/checkpoint.pth {place}", output)

@@ -1,0 +1,456 @@
+"""Images in archives: the same as in folders, to the bit, and nothing is unpacked."""
+
+import functools
+import gzip
+import io
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+from torch.utils.data import DataLoader
+
+from common import archives as module
+from common.images import image_folders
+
+PARTS = ("train", "val")
+DEVKIT = "ILSVRC2012_devkit_t12"
+WNIDS = [f"n{number:08d}" for number in range(10)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Where indexes are kept."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/archives"
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Small JPEGs, named as ImageNet's: `folders`/train/CLASS/NAME.JPEG; and what else may be."""
+    root = tmp_path_factory.mktemp("folders")
+    noise = np.random.default_rng(0)
+    for part, count in zip(PARTS, (12, 5), strict=True):
+        for number in range(10 * count):
+            wnid = WNIDS[number // count]
+            (root / part / wnid).mkdir(parents=True, exist_ok=True)
+            # The order of ImageNet's validation images has nothing to do with their classes.
+            name = f"{wnid}_{number}" if part == "train" else f"val_{number * 37 % 51:08d}"
+            image = Image.fromarray(noise.integers(0, 256, (16, 20, 3), dtype=np.uint8))
+            image.save(root / part / wnid / f"{name}.JPEG")
+    folder = root / "train/n00000003"
+    first, second, third, fourth, *_ = sorted(folder.iterdir())
+    (folder / "a b").mkdir()
+    first.rename(folder / "a b/ä.JPEG")
+    second.rename(folder / "a.JPEG")
+    third.unlink()
+    os.link(fourth, folder / "link.JPEG")  # tar packs a link too
+    for name in (".hidden.jpg", "notes.txt", "notes.cls", "notes.CLS"):
+        (folder / name).write_text("neither an image nor a class")
+    return root
+
+
+def tar(*arguments):
+    subprocess.run(["tar", *map(str, arguments)], check=True)
+
+
+def pack(path, files, mode="w"):
+    """Write an archive. files: {name: bytes}."""
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def images(folders, part):
+    """{CLASS/NAME: bytes}"""
+    root = folders / part
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.JPEG")}
+
+
+def as_tar_does(folders, root):
+    for part in PARTS:
+        tar("-cf", root / f"{part}.tar", "-C", folders / part, ".")
+
+
+@pytest.fixture
+def archives(folders, data):
+    as_tar_does(folders, data)
+    return data
+
+
+def with_its_folder(folders, root):
+    for part in PARTS:
+        tar("-cf", root / f"{part}.tar", "-C", folders, part)
+
+
+def as_shards(folders, root):
+    for part in PARTS:
+        files = list(images(folders, part).items())
+        for number in range(3):
+            pack(root / f"{part}-{number:06d}.tar", dict(files[number::3]))
+
+
+def as_downloaded(folders, root):
+    """ImageNet's three files: archives of classes, one without classes, and a devkit."""
+    classes = {}
+    for wnid in reversed(WNIDS):
+        pack(root / "inner", images(folders, f"train/{wnid}"))
+        classes[f"{wnid}.tar"] = (root / "inner").read_bytes()
+    (root / "inner").unlink()
+    pack(root / "ILSVRC2012_img_train.tar", classes)
+    val = images(folders, "val")
+    truth = {Path(name).name: name.partition("/")[0] for name in val}
+    pack(root / "ILSVRC2012_img_val.tar", {Path(name).name: val[name] for name in val})
+    write_devkit(root, WNIDS, [truth[name] for name in sorted(truth)])
+
+
+def write_devkit(root, wnids, truth):
+    """In its real format. Its numbers of classes are in no order, and some are of no image."""
+    numbers = {wnid: (i * 7 + 3) % len(wnids) + 1 for i, wnid in enumerate(wnids)}
+    table = [(numbers[wnid], wnid, "a, b", np.array([])) for wnid in sorted(wnids)]
+    table.append((len(wnids) + 1, "n99999999", "c", np.array([1, 2])))
+    kind = [(field, "O") for field in ("ILSVRC2012_ID", "WNID", "words", "children")]
+    mat = io.BytesIO()
+    savemat(mat, {"synsets": np.array(table, kind).reshape(-1, 1)})
+    lines = "".join(f"{numbers[wnid]}\n" for wnid in truth).encode()
+    files = {"meta.mat": mat.getvalue(), "ILSVRC2012_validation_ground_truth.txt": lines}
+    files = {f"{DEVKIT}/data/{name}": content for name, content in files.items()}
+    pack(root / f"{DEVKIT}.tar.gz", files, "w:gz")
+
+
+def numbered(files, first=0):
+    """{name: bytes} of a WebDataset: each image under a KEY, with the number of its class."""
+    found = {}
+    for i, (name, content) in enumerate(files.items()):
+        key, number = f"{i:04d}", int(name[1:9]) + first
+        found |= {f"{key}.jpg": content, f"{key}.cls": f"{number}\n".encode(), f"{key}.json": b"{}"}
+    return found
+
+
+def draw(dataset, i):
+    """An item as bytes and target, with the same random numbers each time."""
+    torch.manual_seed(i)
+    image, target = dataset[i]
+    return image.numpy().tobytes(), target
+
+
+def drawn(dataset):
+    return [draw(dataset, i) for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("make", [as_tar_does, with_its_folder, as_shards, as_downloaded])
+def test_archives_are_the_folders(make, folders, data, monkeypatch):
+    """The same images in the same order: pixels, classes, and the names that ranks compare."""
+    few = functools.lru_cache(maxsize=2)(module._open.__wrapped__)  # of three shards
+    monkeypatch.setattr(module, "_open", few)
+    make(folders, data)
+    before = sorted(os.listdir(data))
+    pairs = zip(image_folders(str(data), 24), image_folders(str(folders), 24), strict=True)
+    for archive, folder in pairs:
+        assert archive.classes == folder.classes and len(archive) == len(folder) >= 50
+        assert archive.targets.tolist() == folder.targets.tolist()
+        assert archive.paths.tolist() == folder.paths.tolist()
+        for i, name in enumerate(folder.paths):
+            assert archive.path(i).startswith(f"{data}/")
+            assert archive.path(i).endswith(f".tar:{os.fsdecode(name)}")
+        expected = drawn(folder)
+        assert drawn(archive) == expected == drawn(pickle.loads(pickle.dumps(archive)))
+        open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert sum(path.startswith(str(data)) for path in open_files) <= 2
+    loaded = torch.cat([batch for batch, _ in DataLoader(archive, 16, num_workers=2)])
+    assert loaded.equal(torch.stack([image for image, _ in folder]))  # the last ones: to validate
+    assert sorted(os.listdir(data)) == before
+
+
+def test_web_dataset(folders, data):
+    """Classes are the numbers in KEY.cls, in the order of numbers; what else is there is left."""
+    (data / "folder").mkdir()
+    for part in PARTS:
+        shards = [{}, {}]
+        for i, (name, content) in enumerate(numbered(images(folders, part), 2).items()):
+            shards[i // 3 % 2][name] = content
+        for number in (0, 1):
+            extra = {f"{number}/x.CLS": b"%d" % number, f"{number}/x.jpg": shards[0]["0000.jpg"]}
+            extra["stray.cls"] = b"of no image"
+            pack(data / f"{part}-{number:04d}.tar", shards[number] | extra)
+            tar("-rf", data / f"{part}-{number:04d}.tar", "-C", data, "folder")
+    pairs = zip(image_folders(str(data), 24), image_folders(str(folders), 24), strict=True)
+    for dataset, folder in pairs:
+        assert dataset.classes == [str(i) for i in range(12)]
+        assert len(dataset) == len(folder) + 2 and (np.diff(dataset.targets) >= 0).all()
+        dataset.transform = folder.transform = lambda image: image
+        got = [(image.numpy().tobytes(), target - 2) for image, target in dataset]
+        assert sorted(got[2:]) == sorted(drawn(folder))
+
+
+@pytest.mark.parametrize("numbers", PARTS)
+def test_numbers_and_folders_agree_on_the_classes(folders, data, numbers):
+    """KEY.cls has the order 0 1 2 ... 10 11, folders have 0 1 10 11 2 ...: names decide."""
+    files = images(folders, "val") | {f"n0000001{i}/x": b"no image" for i in range(2)}
+    for part in PARTS:
+        if part == numbers:
+            pack(data / f"{part}.tar", numbered(files))
+        else:
+            pack(data / f"{part}.tar", {f"{int(k[1:9])}/{k}.jpg": v for k, v in files.items()})
+    train_set, val_set = image_folders(str(data), 24)
+    assert train_set.classes == val_set.classes
+    order = sorted(map(str, range(12)), key=int if numbers == "train" else None)
+    assert train_set.classes == order
+    for dataset in (train_set, val_set):
+        for name, target in zip(dataset.paths, dataset.targets, strict=True):
+            assert dataset.classes[target] == name.decode().partition("/")[0]
+
+
+def test_a_class_without_images(folders, data):
+    """As in folders: an error in train, none in val. A KEY.cls cannot show one in val."""
+    source = shutil.copytree(folders, data / "copy")
+    for path in (source / "val/n00000009").iterdir():
+        path.unlink()
+    as_tar_does(source, data)
+    train_set, val_set = image_folders(str(data), 24)
+    assert train_set.classes == val_set.classes == WNIDS and len(val_set) == 45
+    for path in (source / "train/n00000009").iterdir():
+        path.unlink()
+    as_tar_does(source, data)
+    with pytest.raises(ValueError, match=r"^no images in .*/train/n00000009$"):
+        image_folders(str(data), 24)
+    for part in PARTS:
+        files = images(folders, part).items()
+        left = {k: v for k, v in files if part == "train" or k[8] in "245"}
+        pack(data / f"{part}.tar", numbered(left))
+    train_set, val_set = image_folders(str(data), 24)
+    assert train_set.classes == val_set.classes == [str(i) for i in range(10)]
+    assert sorted({*val_set.targets}) == [2, 4, 5]
+
+
+def test_a_folder_comes_before_an_archive(folders, archives):
+    shutil.copytree(folders / "val", archives / "val")
+    pack(archives / "val.tar", {})
+    _, val_set = image_folders(str(archives), 24)
+    assert len(val_set) == 50 and val_set.path(0).startswith(f"{archives}/val/")
+
+
+def offset(path, number):
+    """Where a member of an archive begins."""
+    with tarfile.open(path) as archive:
+        return archive.getmembers()[number].offset
+
+
+def cut(path, number, more):
+    os.truncate(path, offset(path, number) + more)
+
+
+def change(path, function):
+    path.write_bytes(function(path.read_bytes()))
+
+
+def flip_a_header(path):
+    start = offset(path, 20) + 100
+    change(path, lambda data: data[:start] + b"\xff" * 30 + data[start + 30 :])
+
+
+def pack_a_file(root, flags, make):
+    (root / "n1").mkdir()
+    make(root / "n1/a.jpg")
+    tar(flags, root / "train.tar", "-C", root, "n1")
+
+
+def write_a_hole(path):
+    path.touch()
+    os.truncate(path, 1 << 20)
+
+
+def shards(root, *numbers):
+    for number in numbers:
+        shutil.copy(root / "train.tar", root / f"train-{number}.tar")
+    (root / "train.tar").unlink()
+
+
+def label(root, **labels):
+    """Make a train.tar of images KEY.jpg. labels: KEY and the text of KEY.cls, or None."""
+    files = {f"{key}.cls": text.encode() for key, text in labels.items() if text}
+    pack(root / "train.tar", {f"{key}.jpg": b"" for key in labels} | files)
+
+
+def as_imagenets(root, size=None):
+    """Let val.tar be ImageNet's, beside a devkit of `size` bytes of other images."""
+    (root / "val.tar").rename(root / "ILSVRC2012_img_val.tar")
+    if size:
+        write_devkit(root, ["n00000000"], ["n00000000"])
+        os.truncate(root / f"{DEVKIT}.tar.gz", size)
+
+
+NO_FILE = r"/train.tar: n1/a.jpg is not a regular file: pack with tar --dereference$"
+NO_TAR = "is damaged, or not a tar archive: "
+ERRORS = [
+    (lambda r: cut(r / "train.tar", 60, 612), f"/train.tar {NO_TAR}unexpected end of data$"),
+    (lambda r: cut(r / "train.tar", 60, 0), r"/train.tar is incomplete, or damaged at byte \d+: "),
+    (lambda r: flip_a_header(r / "val.tar"), r"/val.tar is incomplete, or damaged at byte \d+: "),
+    (lambda r: (r / "train.tar").write_text("text" * 999), f"/train.tar {NO_TAR}"),
+    (lambda r: (r / "val.tar").write_text(""), f"/val.tar {NO_TAR}empty file$"),
+    (lambda r: change(r / "val.tar", lambda data: 2 * data), "/val.tar is several archives in one"),
+    (lambda r: change(r / "train.tar", gzip.compress), "/train.tar is compressed.* /.*/train.tar$"),
+    (lambda r: (r / "val.tar").rename(r / "val.tar.zst"), "/val.tar.zst is .* /.*/val.tar$"),
+    (lambda r: pack_a_file(r, "-cf", lambda path: path.symlink_to("b.jpg")), NO_FILE),
+    (lambda r: pack_a_file(r, "-cSf", write_a_hole), NO_FILE),
+    (lambda r: pack(r / "train-0.tar", {}), " both train.tar and train-0.tar: move one of them"),
+    (lambda r: pack(r / "ILSVRC2012_img_val.tar", {}), " both val.tar and ILSVRC2012_img_val.tar"),
+    (lambda r: shards(r, "00", "02"), " has train-02.tar where train shard 1 should be: "),
+    (lambda r: shards(r, "01", "02"), " has train-01.tar where train shard 0 should be: "),
+    (lambda r: shards(r, "0", "1", "01"), " has train-1.tar where train shard 2 should be: "),
+    (lambda r: label(r, a=None), "/train.tar has no images in classes: .*tar -cf train.tar -C tr"),
+    (lambda r: label(r, a="0", b=None), "/train.tar: there is no b.cls beside b.jpg$"),
+    (lambda r: label(r, a="cat"), "/train.tar: a.cls is 'cat', not the number of a class$"),
+    (lambda r: label(r, a="0", b="2"), ": a KEY.cls has class 2, but none has class 1: number "),
+    (lambda r: label(r, a="1", b="2"), ": a KEY.cls has class 2, but none has class 0: number "),
+    (lambda r: label(r, a="0", b="9" * 11), ": a KEY.cls has class 9{11}, but none has class 1: "),
+    (as_imagenets, f"^no /.*/{DEVKIT}.tar.gz: it has the classes of the images in /.*_val.tar$"),
+    (lambda r: as_imagenets(r, 10**4), "t12.tar.gz has the classes of 1 images, not 50$"),
+    (lambda r: as_imagenets(r, 200), "^cannot read /.*t12.tar.gz: "),
+]
+
+
+@pytest.mark.parametrize("spoil, message", ERRORS, ids=[message for _, message in ERRORS])
+def test_bad_archives_are_refused(spoil, message, archives):
+    spoil(archives)
+    with pytest.raises(ValueError, match=message) as error:
+        image_folders(str(archives), 24)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bad_image_is_named_with_its_archive(archives):
+    pack(archives / "train.tar", {f"{wnid}/x.jpg": b"none" for wnid in WNIDS})
+    train_set, _ = image_folders(str(archives), 24)
+    message = f"cannot read image {archives}/train.tar:n00000003/x.jpg: its format is not known"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_set[3]
+    os.truncate(archives / "train.tar", 600)
+    with pytest.raises(ValueError, match=r"x\.jpg: the archive has become shorter"):
+        train_set[3]
+
+
+# The index.
+
+
+def indexed(data):
+    train_set, val_set = image_folders(str(data), 24)
+    assert (len(train_set), len(val_set)) == (120, 50)
+    return train_set
+
+
+def test_an_index_is_used_only_if_it_is_good(archives, cache, capsys):
+    pixels = drawn(indexed(archives))
+    assert capsys.readouterr().out.count("indexing") == 2
+    indexed(archives)
+    assert capsys.readouterr().out == ""
+    (index,) = cache.glob("train-*.npz")
+    good = index.read_bytes()
+    middle = len(good) // 2
+    flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
+    for damaged in (good[:-2000], b"", b"text", flipped, None):
+        if damaged is None:
+            os.utime(archives / "train.tar", ns=(0, 0))
+        else:
+            index.write_bytes(damaged)
+        assert drawn(indexed(archives)) == pixels
+        assert capsys.readouterr().out == f"indexing {archives}/train.tar, once\n"
+
+
+def test_an_archive_that_was_replaced(folders, archives):
+    """While the old one is open: a notebook that makes the data set anew reads the new one."""
+    drawn(indexed(archives))
+    files = images(folders, "val") | {f"{wnid}/x.jpg": b"no image" for wnid in WNIDS}
+    pack(archives / "new", files)
+    (archives / "new").rename(archives / "train.tar")
+    train_set, val_set = image_folders(str(archives), 24)
+    train_set.transform = val_set.transform
+    assert [draw(train_set, i) for i in range(5)] == drawn(val_set)[:5]
+
+
+def test_folders_that_link_to_one_store(folders, tmp_path, capsys):
+    """Neither makes an index anew, and nothing is written but in the cache."""
+    for name in ("store", "x", "y", "z"):
+        (tmp_path / name).mkdir()
+    as_tar_does(folders, tmp_path / "store")
+    (tmp_path / "store/other.tar").write_bytes((tmp_path / "store/train.tar").read_bytes())
+    for name, archive in (("x", "train.tar"), ("y", "train.tar"), ("z", "other.tar")):
+        (tmp_path / name / "train.tar").symlink_to(tmp_path / "store" / archive)
+        (tmp_path / name / "val.tar").symlink_to(tmp_path / "store/val.tar")
+    for name in "xyz":
+        indexed(tmp_path / name)
+    assert capsys.readouterr().out.count("indexing") == 3  # train.tar, other.tar and val.tar
+    for name in "zxyzyx":
+        assert indexed(tmp_path / name).path(0).startswith(f"{tmp_path}/{name}/train.tar:")
+        assert sorted(os.listdir(tmp_path / name)) == ["train.tar", "val.tar"]
+    assert capsys.readouterr().out == ""
+    assert sorted(os.listdir(tmp_path / "store")) == ["other.tar", "train.tar", "val.tar"]
+
+
+def ends(function, processes=1):
+    """The exit codes of processes that start together and call function()."""
+    started = [
+        multiprocessing.get_context("fork").Process(target=function) for _ in range(processes)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return [process.exitcode for process in started]
+
+
+def test_processes_that_start_together_make_an_index_once(archives, monkeypatch, capfd):
+    make = module.make_index
+
+    def slow(*arguments):
+        time.sleep(0.5)
+        return make(*arguments)
+
+    monkeypatch.setattr(module, "make_index", slow)
+    assert ends(lambda: indexed(archives), processes=3) == [0, 0, 0]
+    assert capfd.readouterr().out.count("indexing") == 2
+
+
+def test_killed_while_it_writes_the_index(archives, cache, monkeypatch):
+    """Before the index has its name: the next start makes it again."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert ends(lambda: indexed(archives)) == [-signal.SIGKILL]
+    assert not list(cache.glob("*.npz"))
+    indexed(archives)
+    assert len(list(cache.glob("*.npz"))) == 2
+
+
+def test_an_index_that_was_not_used_for_long_is_removed(archives, cache):
+    indexed(archives)
+    (old,), (used,) = cache.glob("train-*.npz"), cache.glob("val-*.npz")
+    os.utime(old, (time.time() - 40 * 86400,) * 2)
+    os.utime(archives / "train.tar", ns=(0, 0))
+    indexed(archives)
+    assert used.exists() and not old.exists() and len(list(cache.glob("*.npz"))) == 2
+
+
+def test_an_index_that_cannot_be_written(archives, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "file"))
+    message = r"^cannot write .*/file/archives/train-.*: Not a directory: set TORCH_HOME to a fol"
+    with pytest.raises(ValueError, match=message):
+        indexed(archives)

@@ -1,0 +1,345 @@
+"""Which images are read in which step, and how batches come from the workers."""
+
+import os
+import random
+import re
+from collections import Counter, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from conftest import PYTHON, ROOT, run
+from torch.nn.utils.rnn import pad_sequence
+
+from common.loader import Seeded, TrainSampler, start_loader
+from common.prefetcher import Prefetcher
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "image label")
+
+
+class Items(torch.utils.data.Dataset):
+    """What make(i) gives for i = 0, 1, ..., 39."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+def picture(index, height=4, width=6):
+    return torch.full((3, height, width), index, dtype=torch.uint8)
+
+
+def large(index):
+    """Items whose batches have memory that workers and process share."""
+    return picture(index, 160, 160), index
+
+
+def test_random_numbers_depend_on_seed_epoch_and_index_only():
+    def draw(index):
+        draws = torch.rand(1).item(), np.random.rand(), random.random()
+        return torch.tensor(draws, dtype=torch.float64), index
+
+    def drawn(workers, world_size, seed=0, epoch=0):
+        found = {}
+        for rank in range(world_size):
+            sampler = TrainSampler(40, 8, rank, world_size, 0)
+            sampler.set_epoch(epoch)
+            dataset = Seeded(Items(draw), seed)
+            for batch, index in start_loader(dataset, sampler, 8 // world_size, workers, CPU):
+                found |= dict(zip(index.tolist(), batch.tolist(), strict=True))
+        return found
+
+    expected = drawn(0, 1)
+    assert sorted(expected) == list(range(40))
+    assert len({number for numbers in expected.values() for number in numbers}) == 120
+    assert drawn(2, 1) == drawn(0, 4) == drawn(3, 2) == expected
+    assert drawn(0, 1, seed=1) != expected and drawn(0, 1, epoch=1) != expected
+
+
+@pytest.mark.parametrize("length", [64, 67, 16])
+def test_global_batches_are_the_same_for_every_world_size(length):
+    def batches(world_size, first=0, end=None, epoch=3):
+        samplers = [TrainSampler(length, 16, rank, world_size, 7) for rank in range(world_size)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch, first, end)
+        keys = [list(sampler) for sampler in samplers]
+        assert all(len(k) == len(s) for k, s in zip(keys, samplers, strict=True))
+        share = 16 // world_size
+        steps = range(len(keys[0]) // share)
+        return [{i for k in keys for i in k[s * share : (s + 1) * share]} for s in steps]
+
+    expected = batches(1)
+    assert len(expected) == length // 16
+    assert Counter(key for batch in expected for key in batch).most_common(1)[0][1] == 1
+    assert {epoch for batch in expected for epoch, _ in batch} == {3}
+    for world_size in (2, 4, 8, 16):
+        assert batches(world_size) == expected
+        assert batches(world_size, first=1) == expected[1:]
+        assert batches(world_size, end=len(expected) - 1) == expected[:-1]
+    if length > 16:
+        assert batches(1, epoch=4) != [{(4, i) for _, i in batch} for batch in expected]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_of_which_nothing_is_left(workers):
+    """After a resume at its end: the next one is whole."""
+    sampler = TrainSampler(40, 8, 0, 1, 0)
+    loader = start_loader(Seeded(Items(large), 0), sampler, 8, workers, CPU)
+    batches = Prefetcher(loader, CPU)
+    for step in (0, 3, 5):
+        sampler.set_epoch(1, step, step)
+        assert len(batches) == len(loader) == 0
+        assert list(batches) == [] and batches.waited() == 0.0
+        sampler.set_epoch(2)
+        assert [index for _, target in batches for index in target] == [i for _, i in sampler]
+        assert batches.waited() > 0
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_batch_stays_what_it_is(workers):
+    """However long somebody holds it, and however far ahead the workers are."""
+    sampler = TrainSampler(40, 2, 0, 1, 0)
+    loader = start_loader(Seeded(Items(large), 0), sampler, 2, workers, CPU)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        held = list(loader)
+        shown = [index for _, index in sampler]
+        assert len(held) == 20
+        assert torch.cat([target for _, target in held]).tolist() == shown
+        assert torch.cat([images[:, 0, 0, 0] for images, _ in held]).tolist() == shown
+        prefetched = [images for images, _ in Prefetcher(loader, CPU)]
+        expected = Prefetcher([images for images, _ in held], CPU)
+        assert all(a.equal(b) for a, b in zip(prefetched, expected, strict=True))
+
+
+def test_memory_of_batches_is_used_again():
+    """And the same as before, after an epoch that ended early and one of which all was held."""
+    loader, places = start_loader(Items(large), range(40), 2, 2, CPU), []
+    for last in (3, 19, 19):
+        for number, (images, target) in enumerate(loader):
+            assert images[:, 0, 0, 0].tolist() == target.tolist() == [2 * number, 2 * number + 1]
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            assert images.untyped_storage().nbytes() == images.nbytes  # torch.save() writes it all
+            places.append(images.data_ptr())
+            if number == last:
+                break
+    assert len(set(places)) <= 8  # of each worker three that are under way, and one held here
+    del images
+    held = [images.numpy()[:, 0] for images, _ in loader]  # not the tensors themselves
+    assert [part[:, 0, 0].tolist() for part in held] == [[i, i + 1] for i in range(0, 40, 2)]
+    del held
+    for images, _ in loader:
+        assert images.data_ptr() in places
+
+
+def test_a_forked_process_gives_back_nothing():
+    """Another loader's worker, for example: what it has is a copy."""
+    loader = start_loader(Items(large), range(40), 2, 2, CPU)
+    batches = iter(loader)
+    held = [next(batches)[0] for _ in range(3)]
+    if (child := os.fork()) == 0:
+        held.clear()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(batches)) == 17
+    assert [images[:, 0, 0, 0].tolist() for images in held] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_workers_are_forked_at_once_and_live_on():
+    sampler = TrainSampler(40, 8, 0, 1, 0)
+    loader = start_loader(Seeded(Items(large), 0), sampler, 8, 2, CPU)
+    pids = [worker.pid for worker in loader._iterator._workers]
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert sum(len(target) for _, target in loader) == 40
+        assert [worker.pid for worker in loader._iterator._workers] == pids
+
+
+def test_a_loader_that_only_a_loop_holds():
+    assert sum(len(target) for _, target in start_loader(Items(large), range(40), 8, 2, CPU)) == 40
+
+
+def example(index):
+    """An item of everything that a data set may have."""
+    return {
+        "image": picture(index),
+        "tokens": torch.arange(index, index + 5),
+        "pair": Pair(torch.full((3, 4, 6), index / 2), index),
+        "volume": torch.full((300, 50), index, dtype=torch.float64),
+        "halves": torch.full((2, 20000), index, dtype=torch.bfloat16),
+        "mask": picture(index, 160, 160)[0] > 20,
+        "grey": picture(index)[:1],
+        "bytes": torch.tensor([index, 255], dtype=torch.uint8),
+        "name": f"number {index}",
+        "more": [index * 0.5, (torch.tensor(index > 20), torch.tensor([]))],
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_items_of_any_kind_reach_the_device(workers):
+    """Images are normalised, and all else is what the data set gave, in the same containers."""
+    loader = start_loader(Items(example), range(40), 8, workers, CPU)
+    for number, batch in enumerate(Prefetcher(loader, CPU)):
+        numbers = torch.arange(number * 8, number * 8 + 8)
+        assert list(batch) == list(example(0))
+        grey = torch.stack([picture(i) for i in numbers]) / 255
+        mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+        std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+        torch.testing.assert_close(batch["image"], (grey - mean) / std, atol=1e-5, rtol=1e-5)
+        assert batch["image"].is_contiguous(memory_format=torch.channels_last)
+        assert type(batch["pair"]) is Pair and batch["pair"].label.equal(numbers)
+        assert batch["pair"].image.equal((numbers / 2)[:, None, None, None].expand(8, 3, 4, 6))
+        for name in ("tokens", "volume", "halves", "mask", "grey", "bytes"):
+            assert batch[name].equal(torch.stack([example(int(i))[name] for i in numbers])), name
+        assert batch["name"] == [f"number {i}" for i in numbers]
+        half, (late, empty) = batch["more"]
+        assert half.dtype == torch.float64 and half.equal(numbers * 0.5)
+        assert late.equal(numbers > 20) and empty.shape == (8, 0)
+    assert number == 4
+
+
+@pytest.mark.parametrize("make", [float, lambda i: torch.tensor([i, i])], ids=["number", "tensor"])
+def test_items_that_are_one_thing(make):
+    loader = start_loader(Items(make), range(40), 40, 1, CPU)
+    (batch,) = Prefetcher(loader, CPU)
+    assert batch.equal(torch.stack([torch.as_tensor(make(i)) for i in range(40)]))
+
+
+@dataclass
+class Sequences:
+    """What a user's collate_fn may return."""
+
+    padded: torch.Tensor
+    lengths: list
+    nested: torch.Tensor
+    sparse: torch.Tensor
+    turned: torch.Tensor
+    weights: torch.Tensor
+
+
+def of_unlike_length(items):
+    rows = [row for row, _ in items]
+    padded = pad_sequence(rows, batch_first=True, padding_value=-1)
+    return Sequences(
+        padded,
+        [len(row) for row in rows],
+        torch.nested.nested_tensor(rows),
+        padded.to_sparse(),
+        padded.t()[::2],
+        torch.nn.Parameter(padded),
+    )
+
+
+@pytest.mark.parametrize("longest", [3, 9000])  # small and large
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_fn_of_the_users(workers, longest):
+    def make(index):
+        return torch.arange(float(index * longest % 40 + longest)), index
+
+    loader = start_loader(Items(make), range(40), 8, workers, CPU, of_unlike_length)
+    held = list(loader)
+    for number, batch in enumerate(held):
+        expected = of_unlike_length([make(i) for i in range(number * 8, number * 8 + 8)])
+        assert batch.lengths == expected.lengths
+        for name in ("padded", "turned", "weights"):
+            assert getattr(batch, name).equal(getattr(expected, name)), name
+        assert batch.sparse.to_dense().equal(expected.padded)
+        rows = zip(batch.nested.unbind(), expected.nested.unbind(), strict=True)
+        assert all(a.equal(b) for a, b in rows)
+    assert number == 4
+
+
+def test_a_batch_that_cannot_be_sent_ends_the_loader():
+    """multiprocessing itself would print an error, and the process would wait for ever."""
+    pair = namedtuple("Local", "image label")  # a class that no other process can import
+    with pytest.raises(TypeError, match="Local") as error:
+        list(start_loader(Items(lambda i: pair(*large(i))), range(40), 2, 1, CPU))
+    assert str(error.value).splitlines()[-1].startswith("TypeError: a worker cannot send its batch")
+
+
+CROWDED = """
+import os, resource, sys, torch
+from common.arguments import user_errors
+from common.loader import start_loader
+
+def start(workers):
+    return start_loader(items, range(40), 2, workers, torch.device("cpu"))
+
+items = [(torch.full((3, 160, 160), i, dtype=torch.uint8), torch.tensor(i), 1.5) for i in range(40)]
+files, most = len(os.listdir("/proc/self/fd")) + 5, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+loader = start(2)
+batches = list(loader)
+print(sum(images.sum(dtype=torch.int64) for images, _, _ in batches) // 76800)
+print(sum(number.sum() for _, number, _ in batches), flush=True)
+if os.fork() == 0:
+    with user_errors(0):
+        start(9)
+os.wait()
+resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+with user_errors(0):
+    start(2)
+"""
+
+
+def test_a_crowded_machine(tmp_path):
+    """Little /dev/shm, few open files, and a long path of temporary files."""
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    little = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    little += ['mount -t tmpfs -o size=64k none /dev/shm && exec "$@"', "sh"]
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
+    output = run([*little, PYTHON, "-c", CROWDED], tmp_path, env=env, timeout=60, code=2)
+    small, few, *more = output.splitlines()[2:]
+    assert output.startswith("tensor(780)\n" * 2) and not more
+    assert small.startswith("error: --workers 9: No space left on device: ") and "/dev/shm" in small
+    assert few.startswith("error: --workers 2: Too many open files: ") and "`ulimit -n`" in few
+
+
+NOTEBOOK = """
+import os, torch
+from common.loader import start_loader
+items = [torch.full((3, 160, 160), i, dtype=torch.uint8) for i in range(40)]
+loader = start_loader(items, range(40), 2, 2, torch.device("cpu"))
+print(len(list(loader)))
+other = start_loader(items, range(40), 2, 2, torch.device("cpu"))
+os.kill(other._iterator._workers[0].pid, 9)
+list(other)
+"""
+
+
+def test_a_loader_that_nobody_lets_go_of_does_not_keep_its_process():
+    """In a notebook it is a global, alive when the interpreter exits; so it is after an error."""
+    output = run([PYTHON, "-c", NOTEBOOK], ROOT, timeout=60, code=1)
+    assert output.startswith("20\n")
+    assert re.search("killed by signal|exited unexpectedly", output.splitlines()[-1])
+
+
+FORKS = """
+import os, pathlib, runpy, sys
+import torch.distributed as dist
+
+def show():
+    threads = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print("fork", dist.is_initialized(), any("gloo" in name for name in threads), flush=True)
+
+os.register_at_fork(before=show)
+script, *sys.argv[1:] = sys.argv[1:]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_workers_are_forked_before_gloo_has_threads(work, tmp_path):
+    """A fork would copy the locks that these threads hold, and wait for them without end."""
+    flags = "--arch tests.nets:plain --image-size 24 -j 1 --evaluate --checkpoint-dir".split()
+    command = [PYTHON, "-c", FORKS, ROOT / "distributed.py", *flags, tmp_path / "c"]
+    output = run(command, work, env={"PYTHONPATH": str(ROOT)}, timeout=60)
+    forks = [line for line in output.splitlines() if line.startswith("fork ")]
+    assert forks == ["fork False False"] * 2

@@ -1,0 +1,184 @@
+"""What fails or hangs is ended, with a line that says which rank it was, and where."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import PYTHON, ROOT
+
+import common.watch  # noqa: F401 - before the forks
+from tests.unit.child import Child
+
+WATCH = """
+import ctypes, os, signal, sys, threading, time, traceback, types
+import torch.distributed as dist
+import common.watch
+from common.watch import Watch
+
+where = types.SimpleNamespace(place=lambda: "epoch 5 step 6")
+stop = types.SimpleNamespace(requested=threading.Event())
+"""
+FAILED = "rank 3 failed at epoch 5 step 6: "
+# Another process of ours dies just when the first error is about to be said.
+DEATH = """
+def raise_again(*_): raise RuntimeError("second")
+def die_first(*error):
+    if os.fork() == 0: os._exit(0)
+    time.sleep(0.5)
+    return shown(*error)
+
+shown, traceback.format_exception = traceback.format_exception, die_first
+signal.signal(signal.SIGCHLD, raise_again)  # as torch does, for its workers
+store = dist.HashStore()
+store.set("failed 0", "")
+watch = Watch(3, 4, where, store=store)
+"""
+ERRORS = {
+    "RuntimeError('CUDA error: launch failed\\nCompile with `DSA`.')": "CUDA error: launch failed",
+    "OSError('Caught OSError in worker 0.\\nTraceback\\nOSError: no a.jpg')": "OSError: no a.jpg",
+    "RuntimeError('Gloo: timed out')": "Gloo: timed out; rank 1, 2 did not respond",
+    "KeyError": "KeyError",
+}
+CODES = {error: f"{DEATH}raise {error}" for error in ERRORS} | {
+    "blocks": """
+watch = Watch(3, 4, where, seconds=2)
+with watch:
+    for _ in range(6):
+        with watch: time.sleep(0.5)
+time.sleep(2.6)
+with watch:
+    with watch: pass
+    print("in")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(100)
+""",
+    "native": """
+common.watch.NATIVE, hang = 1, ctypes.PyDLL(None).sleep  # it keeps the interpreter's lock
+threading.Thread.start = lambda thread: None
+sys.stderr = sys.__stderr__ = None
+watch = Watch(3, 4, where, seconds=1)
+with watch: pass
+hang(3)
+print("outside")
+with watch: hang(100)
+""",
+    "stop": """
+common.watch.NOTICE, watch = 2, Watch(3, 4, where, stop, 60)
+def step(seconds):
+    with watch: time.sleep(seconds)
+step(3)
+stop.requested.set()
+for _ in range(5): step(0.5)
+print("slow")
+step(4)
+""",
+    "network": """
+error = types.SimpleNamespace(name="SUCCESS")
+backend = types.SimpleNamespace(get_error=lambda: error)
+dist.get_backend = lambda: "nccl"
+dist.group.WORLD = types.SimpleNamespace(_get_backend=lambda device: backend)
+watch = Watch(3, 4, where)
+time.sleep(2)
+print("good")
+error.name = "REMOTE_ERROR"
+time.sleep(100)
+""",
+    "fork": """
+watch = Watch(3, 4, where, seconds=60)
+with watch:
+    if os.fork() == 0:
+        with watch: os._exit(0)
+    os.wait()
+""",
+    "loss of rank 0": "Watch(0, 2, where)\nraise FloatingPointError('the loss is nan')",
+    "loss of rank 1": "Watch(1, 2, where)\nraise FloatingPointError('the loss is nan')",
+}
+
+
+@pytest.fixture(scope="module")
+def children():
+    """All at once: what they do most is to sleep."""
+    children = {name: Child(WATCH + code) for name, code in CODES.items()}
+    yield children
+    for child in children.values():
+        child.kill()
+
+
+def test_the_watch_keeps_no_store_alive(tmp_path, children):
+    """A FileStore's file ends with its last user."""
+    code = f"{WATCH}store = dist.FileStore('{tmp_path}/store', 1)\nstore.set('a', '')\n"
+    code += "watch = Watch(0, 1, where, store=store)\ndel store"
+    assert Child(code).wait() == (0, "") and not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_an_error_ends_a_process_at_once(heard, tmp_path):
+    """Though init_process_group has wrapped the hook, or the output is closed."""
+    code = f"{WATCH}import atexit, pathlib\natexit.register(pathlib.Path('orderly').touch)\n"
+    code += "store = dist.FileStore('store', 1)\nwatch = Watch(0, 1, where, store=store)\n"
+    code += "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+    code += "raise ValueError('the cause')" if heard else "print('lost', flush=True)"
+    pipes, env = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, {"PYTHONPATH": ROOT}
+    process = subprocess.Popen([PYTHON, "-c", code], cwd=tmp_path, env=os.environ | env, **pipes)
+    if not heard:
+        process.stdout.close()
+        process.stderr.close()
+    said = process.stderr.read().decode() if heard else ""
+    assert process.wait(60) == 1 and not (tmp_path / "orderly").exists()
+    assert not heard or said.endswith("rank 0 failed at epoch 5 step 6: the cause\n")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_is_said_in_the_last_line(error, children):
+    """Though another comes while it is said. Through the store the ranks tell that they fail."""
+    code, output = children[error].wait()
+    assert code == 1 and "Traceback" in output and "second" not in output
+    assert output.endswith(f"{FAILED}{ERRORS[error]}\n")
+
+
+def test_a_loss_that_is_not_finite_is_one_line_of_rank_0(children):
+    said = "error: the loss is nan (epoch 5 step 6): a lower --lr may help\n"
+    assert children["loss of rank 0"].wait() == (2, said)
+    assert children["loss of rank 1"].wait() == (2, "")
+
+
+def test_a_block_may_fork(children):
+    """A fork does not have the thread in C, and must not wait for it."""
+    assert children["fork"].wait() == (0, "")
+
+
+def test_an_error_of_the_network_is_said_before_nccl_aborts(children):
+    """Its backend is a double: the rehearsal has torch's own."""
+    code, output = children["network"].wait()
+    assert code == 1 and output.startswith("good\n") and ", in <module>\n" in output
+    assert output.endswith(f"{FAILED}NCCL reports REMOTE_ERROR; see the stack above\n")
+
+
+def test_a_hang_that_lets_no_python_run_is_ended_and_only_in_a_block(children):
+    """Forced: the watching thread never runs. Nor is there a sys.stderr."""
+    code, output = children["native"].wait()
+    assert code == 1 and output.startswith("outside\nTimeout (0:00:0")
+    assert re.search(r'File "<string>", line \d+ in <module>', output)
+
+
+def test_one_that_was_asked_to_stop_says_where_it_hangs_and_goes_on(children):
+    code, output = children["stop"].wait()
+    said = "rank 3 was asked to stop, but has been at epoch 5 step 6 for 2 s; see the stack above"
+    assert code == 0 and output.startswith("slow\n") and ", in step\n" in output
+    assert output.endswith(f"{said}\n") and output.count(said) == 1
+
+
+def test_a_hang_is_ended_and_only_in_a_block(children):
+    """Blocks within blocks are progress; a suspended process ends once it is continued."""
+    child = children["blocks"]
+    assert child.output.readline() == "in\n"
+    time.sleep(3)
+    assert child.process.is_alive()
+    os.kill(child.process.pid, signal.SIGCONT)
+    code, output = child.wait()
+    assert code == 1 and re.search(r'File "<string>", line \d+, in <module>', output)
+    end = r"no progress for (2|1\.8) s; see the stack above"
+    assert re.fullmatch(FAILED + end, output.splitlines()[-1]), output
