@@ -25,7 +25,7 @@ from common.model import build_model, try_model
 from common.prefetcher import Prefetcher
 from common.process import StopRequest
 from common.rendezvous import complete_environment, meet_all_ranks
-from common.report import ProgressMeter, print_banner, save_predictions
+from common.report import ProgressMeter, print_banner
 from common.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,12 +62,10 @@ def parse_args():
     add("--precision", choices=DTYPES, default=precision, help="of the forward pass")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
-    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="one for each run")
+    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="another for each run")
     add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
-    add("--predictions", metavar="CSV", help="write each prediction to this file")
-    add("--tensorboard", action="store_true", help="curves in --checkpoint-dir/tensorboard")
     add("--max-steps", type=positive, help="end after N steps in total, resumes included")
     add("--backend", choices=["nccl", "gloo"], help="(default: nccl on GPUs, gloo on CPUs)")
     add("--dist-timeout", type=bounded(int, 1, 10**6), default=600, help="seconds a step may take")
@@ -77,7 +75,7 @@ def parse_args():
 
 def main():
     # Who am I? torchrun sets these variables for each process; plain python is a group of one.
-    with user_errors(rank=0):
+    with user_errors(rank=0):  # all print, for none knows its rank yet
         complete_environment(GROUP_OF_ONE)
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
@@ -92,11 +90,12 @@ def main():
         device = set_up_device(local_rank, local_world_size, args)
 
         # Data. Each process reads its own part of each batch and of the validation set. Workers are
-        # forked before NCCL or gloo has threads: a fork would copy the locks that these hold.
+        # forked here, before NCCL or gloo has threads: a fork would copy the locks that these hold.
+        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image).
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
-        run.plan(train_set, train_sampler.steps_per_epoch)
+        run.plan(train_set, train_sampler.steps_per_epoch)  # an error if the checkpoint differs
         local_batch_size = args.batch_size // world_size
         workers = own_cores(local_world_size) if args.workers is None else args.workers
         train_loader = start_loader(
@@ -107,13 +106,14 @@ def main():
         # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
         torch.manual_seed(args.seed)
         net = build_model(args, len(train_set.classes), device)
+        # A batch of one of what the model takes: to try it, and to print its shape.
         example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
-        try_model(net, example, len(train_set.classes), local_batch_size, args)
+        try_model(net, example, len(train_set.classes), args)
         store = meet_all_ranks(rank, world_size, args.dist_timeout)
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
-    watch = Watch(rank, world_size, run, stop, args.dist_timeout, store)
+    watch = Watch(rank, world_size, run, args.dist_timeout, store)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     with watch:
         dist.init_process_group(
@@ -151,17 +151,17 @@ def main():
         # From now on these are saved. If there is a checkpoint, they are filled from it. Anything
         # else with a state_dict() can be added: scheduler=scheduler.
         run.attach(net, optimizer, scaler, meters)
-        run.check_same(train_set, val_set, device, reduce_mean)  # a node may have its own disk
+        run.check_same(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
-            run.tidy_folder()
+            run.tidy_folder()  # removes what a killed run has left: half files, later rows
     if rank == 0:
         print_banner(run, train_set, val_set, example, workers, backend, device)
     if args.evaluate:
         stop.restore_defaults()  # nothing needs to be saved
         validate(val_batches, net, rank, world_size, args)
 
-    # run.end_epoch() moves on to the next one. --max-steps may cut the last epoch short. A resumed
-    # epoch may have no steps left, only its validation.
+    # The epochs that are left, none with --evaluate, and their steps from `first` up to `end`.
+    # --max-steps may cut the last epoch short. A resumed one may lack its validation alone.
     for epoch, first, end in run.remaining(stop):
         train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
         speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
@@ -172,7 +172,7 @@ def main():
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_batches, net, rank, world_size, args)
-        is_best = run.end_epoch(acc1)  # on every rank; run.end() would make this epoch the last
+        is_best = run.end_epoch(acc1)  # on every rank. To stop early: run.end()
         if rank == 0:
             row = {
                 "epoch": run.epoch,  # epochs completed
@@ -195,7 +195,7 @@ def main():
     gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()
     dist.destroy_process_group()
-    return 75 if unfinished else 0  # EX_TEMPFAIL: start it again
+    return 75 if unfinished else 0  # EX_TEMPFAIL: whoever has started it may do so again
 
 
 def train(batches, model, criterion, run, stop, rank, world_size, args):
@@ -240,7 +240,7 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
             stop.agreed = asked > 0  # one process that was asked to stop is enough
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
-            progress.update([loss_sum, acc1_sum, acc5_sum])
+            progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
             if rank == 0:
                 progress.display(lr)
                 if save_now or (stop.agreed and not at_end):
@@ -264,7 +264,6 @@ def validate(batches, net, rank, world_size, args):
     """Mean loss, acc@1 and acc@5 over the data set: every image counts exactly once."""
     device, dataset = batches.device, batches.loader.dataset
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # of loss, acc@1, acc@5 and images
-    predictions = [torch.zeros(0, 2, device=device)]  # [n, 2] of each batch: confidence and class
     net.eval()
     for images, target in batches:
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -272,9 +271,6 @@ def validate(batches, net, rank, world_size, args):
         loss = cross_entropy(output.float(), target)
         acc1, acc5 = accuracy(output, target)
         sums += torch.stack([loss, acc1, acc5, torch.ones_like(loss)]) * len(target)
-        if args.predictions:
-            confidence, predicted = output.float().softmax(dim=1).max(dim=1)
-            predictions.append(torch.stack([confidence, predicted], dim=1))
 
     # Batches and parts differ in size: add up first, divide once by the number of all images.
     loss_sum, acc1_sum, acc5_sum, count = reduce_mean(sums, world_size).tolist()
@@ -283,11 +279,6 @@ def validate(batches, net, rank, world_size, args):
     if rank == 0:
         top5 = f"  acc@5 {acc5:.3f}" if len(dataset.classes) > 5 else ""  # else it is 100
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}{top5}", flush=True)
-    if args.predictions:
-        all_predictions = [None] * world_size
-        dist.all_gather_object(all_predictions, torch.cat(predictions).cpu())
-        if rank == 0:
-            save_predictions(args.predictions, dataset, all_predictions)
     return loss, acc1, acc5
 
 

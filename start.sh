@@ -52,7 +52,9 @@ if ! gpus=$(probe); then
         { echo "error: .venv has no $torch: see above, or remove it" >&2; exit 2; }
 fi
 has sklearn tqdm || install "scikit-learn and tqdm" scikit-learn tqdm
-has torchcodec || echo "hint: PIL reads the images, slowly; torch >= 2.11 can have torchcodec for that" >&2
+for package in nvidia.nvimgcodec torchcodec; do
+    has $package 2>/dev/null || echo "hint: images are read faster with $package: see requirements.txt" >&2
+done
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
 
 name=${1:-distributed}

@@ -176,7 +176,14 @@ def _hardware():
 
 def _versions():
     versions = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "torchcodec", "pillow", "horovod"):
+    for package in (
+        "torch",
+        "torchvision",
+        "torchcodec",
+        "nvidia-nvimgcodec-cu13",
+        "pillow",
+        "horovod",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions

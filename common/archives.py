@@ -9,7 +9,6 @@ import json
 import os
 import re
 import tarfile
-import time
 import zipfile
 from types import SimpleNamespace
 
@@ -18,38 +17,29 @@ import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
+from .report import whole_file
+
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-COMPRESSED = r"\.(tar\.\w+|t[gbx]z2?|tzst)$"
-MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 FORMAT = 2  # of the index
-KEEP = 30 * 86400  # seconds: an index that was not read for so long is removed
 
 
 def find_archives(data, part):
     """The archives of `part`, train or val, in the folder `data`: a list of paths, [] for none.
 
     They are PART.tar, or PART-000000.tar, PART-000001.tar, ..., or ILSVRC2012's own. Raises
-    ValueError for more than one of these, for missing shards, and for compressed archives.
+    ValueError for more than one of these, and for missing shards.
     """
     files = sorted(os.listdir(data)) if os.path.isdir(data) else []
     names = [name for name in (f"{part}.tar", ILSVRC.format(part)) if name in files]
-    shards = [(int(m[1]), f) for f in files if (m := re.fullmatch(rf"{part}-(\d+)\.tar", f))]
-    for expected, (number, name) in enumerate(sorted(shards)):
-        if number != expected:
-            place = f"{data} has {name} where {part} shard {expected} should be"
-            raise ValueError(f"{place}: number the shards from 0, each number once")
-        names.append(name)
+    found = sorted((int(m[1]), f) for f in files if (m := re.fullmatch(rf"{part}-(\d+)\.tar", f)))
+    shards = [name for _, name in found]
+    if [number for number, _ in found] != list(range(len(found))):
+        raise ValueError(f"{data}: number {' '.join(shards)} from 0 without gaps")
+    names += shards
     if len(names) > max(1, len(shards)):
         raise ValueError(f"{data} has both {names[0]} and {names[1]}: move one of them away")
-    if not names and (found := [f for f in files if re.match(rf"{part}(-\d+)?{COMPRESSED}", f)]):
-        raise ValueError(_compressed(os.path.join(data, found[0])))
     return [os.path.join(data, name) for name in names]
-
-
-def _compressed(path):
-    plain = re.sub(COMPRESSED, "", path).removesuffix(".tar")
-    return f"{path} is compressed, so no image can be read alone: unpack it to a plain {plain}.tar"
 
 
 def load_index(paths, part):
@@ -65,31 +55,33 @@ def load_index(paths, part):
     classes.
     """
     _open.cache_clear()  # other files may have these names by now
-    devkit = []
+    files, devkit = list(paths), None
     if os.path.basename(paths[0]) == ILSVRC.format("val"):
-        devkit = [os.path.join(os.path.dirname(paths[0]), DEVKIT)]
-        if not os.path.exists(devkit[0]):
-            raise ValueError(f"no {devkit[0]}: it has the classes of the images in {paths[0]}")
-    states = [(os.path.realpath(path), os.stat(path)) for path in paths + devkit]
-    key = [(path, state.st_size, state.st_mtime_ns) for path, state in states]
+        devkit = os.path.join(os.path.dirname(paths[0]), DEVKIT)
+        if not os.path.exists(devkit):
+            raise ValueError(f"no {devkit}: it has the classes of the images in {paths[0]}")
+        files.append(devkit)
+    states = [(os.path.realpath(file), os.stat(file)) for file in files]
+    key = [(file, state.st_size, state.st_mtime_ns) for file, state in states]
     key = hashlib.sha256(json.dumps([FORMAT, IMG_EXTENSIONS, part, key]).encode()).hexdigest()
     folder = os.path.join(os.path.dirname(torch.hub.get_dir()), "archives")
     place = f"{folder}/{part}-{key[:16]}.npz"
-    if index := _read_index(place):
-        return index
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(f"{place}.lock", "a") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            index = _read_index(place)  # another process may have made it meanwhile
-            if not index:
-                index = make_index(paths, part, *devkit)
-                _write_index(place, index)
-            return index
+        lock = open(f"{place}.lock", "a")  # noqa: SIM115
     except OSError as error:
-        remedy = "set TORCH_HOME to a folder for it"
-        raise ValueError(f"cannot write {place}: {error.strerror}: {remedy}") from None
+        raise ValueError(f"{error}: set TORCH_HOME to a folder that can be written") from None
+    with lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            with np.load(place) as file:
+                return dict(file)
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile):  # none yet, or damaged
+            index = make_index(paths, part, devkit)
+        with whole_file(place) as file:
+            np.savez(file, **index)
+        return index
 
 
 def read_member(path, offset, size):
@@ -106,34 +98,6 @@ def _open(path):
     return open(path, "rb", buffering=0)
 
 
-def _read_index(place):
-    """The index in a file; None if there is none, or it is damaged."""
-    try:
-        with np.load(place) as file:
-            return dict(file)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        return None
-
-
-def _write_index(place, index):
-    """Write the whole index or nothing; remove those that have not been used for long.
-
-    They would fill the cache where each job copies the archives to a disk of its own.
-    """
-    new = f"{place}.{os.getpid()}.tmp"
-    try:
-        with open(new, "wb") as file:
-            np.savez(file, **index)
-        os.replace(new, place)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(new)
-    with contextlib.suppress(OSError):  # another process removes them too
-        for old in os.scandir(os.path.dirname(place)):
-            if old.stat().st_atime < time.time() - KEEP:
-                os.remove(old)
-
-
 def make_index(paths, part, devkit=None):
     """Make what load_index() returns. Raises ValueError.
 
@@ -144,12 +108,13 @@ def make_index(paths, part, devkit=None):
     numbered = not devkit and any(_key(name) in c.labels for c in contents for name in c.images)
     images, classes = [], set()
     for number, content in enumerate(contents):
-        labels, start = {}, 0
+        start = 0
         if devkit:
             labels = _devkit_labels(devkit, content.images)
         elif numbered:
             labels = {name: _number(paths[number], name, content.labels) for name in content.images}
         else:
+            labels = {}
             folders = {name.partition("/")[0] for name in [*content.images, *content.folders]}
             start = len(part) + 1 if folders == {part} else 0  # tar -cf train.tar train
             classes |= {name[start:].partition("/")[0] for name in content.folders} - {""}
@@ -185,15 +150,9 @@ def _scan(path):
     """What an archive holds: images {name: (offset, size)}, folders and labels {KEY: bytes}."""
     print(f"indexing {path}, once", flush=True)
     contents = SimpleNamespace(images={}, folders=set(), labels={})
-    try:
-        with open(path, "rb") as file, tqdm(unit="B", unit_scale=True, disable=None) as bar:
-            if file.read(6).startswith(MAGIC):
-                raise ValueError(_compressed(path))
-            file.seek(0)
-            bar.total = os.path.getsize(path)
-            _add_members(contents, file, path, bar)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
+    size = os.path.getsize(path)
+    with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
+        _add_members(contents, file, path, bar)
     return contents
 
 
@@ -208,11 +167,11 @@ def _add_members(contents, file, path, bar, folder="", base=0):
                 archive.members.clear()  # else it keeps them all
                 bar.update(base + member.offset - bar.n)
                 name, offset = _join(folder, member.name), base + member.offset_data
-                if "/." in f"/{name}":
-                    continue
                 stem, kind = os.path.splitext(name)
                 kind = kind.lower()
-                if member.isdir():
+                if "/." in f"/{name}":
+                    pass
+                elif member.isdir():
                     contents.folders.add(name)
                 elif kind == ".tar" and member.isreg():
                     contents.folders.add(stem)
@@ -229,7 +188,7 @@ def _add_members(contents, file, path, bar, folder="", base=0):
                     raise ValueError(f"{path}: {name} is not a regular file: {remedy}")
             _check_end(file, archive.offset, path)
     except tarfile.TarError as error:
-        raise ValueError(f"{path} is damaged, or not a tar archive: {error}") from None
+        raise ValueError(f"{path} is damaged, compressed, or no tar archive: {error}") from None
 
 
 def _join(folder, name):

@@ -54,10 +54,10 @@ def complete(args, saved):
     the defaults: another image size than that of the training gives another accuracy. The other
     defaults are those of the data.
     """
-    defaults = dict(IMAGENET if args.data else DIGITS)
-    defaults |= {name: saved[name] for name in ("arch", "image_size") if name in saved}
-    missing = {name: defaults.get(name) for name, value in vars(args).items() if value is None}
-    return argparse.Namespace(**vars(args) | missing)
+    known = {name: value for name, value in vars(args).items() if value is not None}
+    saved = {name: saved[name] for name in ("arch", "image_size") if name in saved}
+    defaults = IMAGENET if "data" in known else DIGITS
+    return argparse.Namespace(**vars(args) | defaults | saved | known)
 
 
 def bounded(kind, lowest, highest=math.inf):

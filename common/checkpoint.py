@@ -13,14 +13,17 @@ import sys
 import time
 import zipfile
 import zlib
+from itertools import zip_longest
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from .arguments import complete, first_line
-from .report import Curves, append_line, check_predictions, cut_lines, json_line, whole_file
+from .report import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
-KEYS = {"epoch", "step", "arch", "best_acc1", "state_dict", "optimizer", "scaler", "meters", "args"}
+KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "state_dict", "optimizer", "optimizer_type"}
+KEYS |= {"given", "scaler", "meters", "more", "classes", "args"}
 TEMPORARY = re.compile(r"(checkpoint.*\.pth|model_best\.pth|metrics\.jsonl)\.\d+\.tmp")
 
 
@@ -41,12 +44,10 @@ class Run:
         self.rank, self.world_size = rank, world_size
         self.folder = os.path.realpath(args.checkpoint_dir)
         self.newest = os.path.join(self.folder, NEWEST)
-        if rank == 0 and args.predictions:
-            check_predictions(args.predictions)
         if rank == 0 and not args.evaluate:
             self.lock = lock_folder(self.folder)  # until this process ends
         self.last_save = contents_of(self.newest)
-        self.path, self.checkpoint, self.curves, self.damaged = None, None, None, []
+        self.path, self.checkpoint, self.damaged = None, None, []
         if args.resume == "auto":
             self._read_newest()
         elif args.resume:
@@ -59,17 +60,14 @@ class Run:
         self.resumed_args, self.contents = saved["args"], saved["contents"]
         self.args = complete(args, self.resumed_args)
         self.epoch, self.step = saved["epoch"], saved["step"]
-        self.best_acc1, self.ended, self.line = -math.inf, False, ""
+        self.best_acc1, self.ended = -math.inf, False
         if self.inside:  # else the first validation makes the new folder's model_best.pth
             self.best_acc1 = saved["best_acc1"]
             # An early end is final, unless more epochs are asked for.
-            self.ended = saved.get("ended", False) and self.args.epochs <= saved["args"]["epochs"]
-            self.line = saved.get("line", "")
+            self.ended = saved["ended"] and self.args.epochs <= saved["args"]["epochs"]
 
     def _read_newest(self):
-        paths = [self.newest, os.path.join(self.folder, PREVIOUS)]
-        if not any(map(os.path.lexists, paths)):
-            paths = [os.path.join(self.folder, BEST)]  # all that a killed first save may leave
+        paths = [os.path.join(self.folder, name) for name in (NEWEST, PREVIOUS, BEST)]
         for path in filter(os.path.lexists, paths):
             try:
                 self.path, self.checkpoint = path, read_checkpoint(path)
@@ -109,30 +107,20 @@ class Run:
         self.saved_args = json.loads(json.dumps(known, default=str))
         if self.checkpoint:
             self._check_fit()
-        if args.tensorboard and self.rank == 0 and not args.evaluate:
-            self.curves = Curves(self.folder, self.global_step() + 1)
 
     def _check_fit(self):
         saved, now = self.checkpoint, self.saved_args
-        if saved["arch"] != now["arch"]:
-            raise ValueError(f"{self.path} holds a {saved['arch']}, not the --arch {now['arch']}")
-        classes = saved.get("classes", self.classes)
-        if len(classes) != len(self.classes):
-            raise ValueError(f"{self.path} has {len(classes)} classes, --data {len(self.classes)}")
-        for number, (before, name) in enumerate(zip(classes, self.classes, strict=True)):
-            if before != name:
-                names = f"class {number} is {before!r} in it and {name!r} in --data"
-                raise ValueError(f"{self.path} was trained on other classes: {names}")
-        if saved["step"] == 0 or self.args.evaluate:
-            return
-        fixed = {"batch_size": "--batch-size", "seed": "--seed", "images": "number of images"}
-        for key, name in fixed.items():
-            before = saved["args"].get(key, now[key])
-            if before != now[key]:
-                raise ValueError(
-                    f"{self.path} was saved in the middle of an epoch with {name} {before}: "
-                    f"it cannot continue with {now[key]}"
-                )
+        self._compare("--arch", saved["arch"], now["arch"])
+        for number, (before, name) in enumerate(zip_longest(saved["classes"], self.classes)):
+            self._compare(f"class {number}:", before, name)
+        if saved["step"] > 0 and not self.args.evaluate:
+            for key in ("batch_size", "seed", "images"):
+                before = saved["args"].get(key, now[key])
+                self._compare(f"half an epoch of {key}", before, now[key])
+
+    def _compare(self, what, before, now):
+        if before != now:
+            raise ValueError(f"{self.path} has {what} {before}, but this run has {now}")
 
     def global_step(self):
         return self.epoch * self.steps_per_epoch + self.step
@@ -146,10 +134,11 @@ class Run:
         meters: {name: AverageMeter}. more: anything else with state_dict() and load_state_dict(),
         by name, such as scheduler=scheduler; its state may hold tensors and plain values.
 
-        What the optimizer's groups hold (momentum, weight decay, ...) is the checkpoint's, unless
-        the script now gives another value. With args.evaluate only the model is filled, and of
-        `more` what the checkpoint has. Raises ValueError for a checkpoint of another model, another
-        type of optimizer or other groups of weights, and for one with more or less than this.
+        What the optimizer's groups hold (rate, momentum, ...) is the checkpoint's, unless the
+        script now gives another value and no torch scheduler is attached. With args.evaluate only
+        the model is filled, and of `more` what the checkpoint has. Raises ValueError for a
+        checkpoint of another model, another type of optimizer or other groups of weights, and for
+        one with more or less than this.
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
@@ -173,33 +162,32 @@ class Run:
 
     def _restore(self, saved):
         self._load("the model", self.net, saved["state_dict"])
-        states, more = saved.get("more", {}), self.more
+        states, more = saved["more"], self.more
         if self.args.evaluate:
             for name in states.keys() & more.keys():
                 self._load(name, more[name], states[name])
             return
-        self._compare("the state", sorted(states), sorted(more))
+        self._compare("the state of", sorted(states), sorted(more))
         for name in more:
             self._load(name, more[name], states[name])
         self._restore_optimizer(saved)
         if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
             self.scaler.load_state_dict(saved["scaler"])
         if saved["step"]:  # else each meter starts anew
-            self._compare("half an epoch's meters", sorted(saved["meters"]), sorted(self.meters))
+            self._compare("half an epoch of", sorted(saved["meters"]), sorted(self.meters))
             for name, meter in self.meters.items():
                 meter.sum, meter.count = saved["meters"][name]
 
     def _restore_optimizer(self, saved):
-        optimizer, state, kind = self.optimizer, saved["optimizer"], self.optimizer_type
-        self._compare("the optimizer state", [saved.get("optimizer_type", kind)], [kind])
+        optimizer, state = self.optimizer, saved["optimizer"]
+        self._compare("the optimizer", saved["optimizer_type"], self.optimizer_type)
         before, now = state["param_groups"], optimizer.state_dict()["param_groups"]
-        sizes = [[str(len(group["params"])) for group in groups] for groups in (before, now)]
-        self._compare("weights in groups", *sizes)
-        groups = []
-        for old, new, given in zip(before, now, saved.get("given", [{}] * len(now)), strict=True):
-            # A scheduler may have changed more than the learning rate, such as the momentum.
-            same = [key for key in new if key in given and new[key] == given[key] and key in old]
-            groups.append(new | {key: old[key] for key in ["params", "lr", *same]})
+        sizes = [[len(group["params"]) for group in groups] for groups in (before, now)]
+        self._compare("weights in groups of", *sizes)
+        groups, scheduled = [], any(isinstance(part, LRScheduler) for part in self.more.values())
+        for old, new, given in zip(before, now, saved["given"], strict=True):
+            same = [k for k in new if k in old and (scheduled or new[k] == given.get(k, old[k]))]
+            groups.append(new | {key: old[key] for key in ["params", *same]})
         self._load("the optimizer", optimizer, {"state": state["state"], "param_groups": groups})
         for weight, values in optimizer.state.items():
             for key, value in values.items():
@@ -214,11 +202,6 @@ class Run:
         except Exception as error:  # of any type: it may be the user's own class
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise ValueError(f"{self.path} does not fit {name}: {reason}") from None
-
-    def _compare(self, what, before, now):
-        if before != now:
-            before, now = ", ".join(before) or "nothing", ", ".join(now) or "nothing"
-            raise ValueError(f"{self.path} has {what} of {before}, but this script has {now}")
 
     def check_same(self, train_set, val_set, device, reduce_mean):
         """Raise ValueError unless all processes resume from the same file and have the same images.
@@ -247,11 +230,11 @@ class Run:
         self._check_untouched()
         for name in filter(TEMPORARY.fullmatch, os.listdir(self.folder)):
             os.remove(os.path.join(self.folder, name))
-        if self.damaged:
+        if self.damaged and os.path.exists(self.newest):
             kept = os.path.join(self.folder, f"checkpoint.damaged-{time.time_ns()}.pth")
             os.replace(self.newest, kept)
             self.last_save = contents_of(self.newest)
-        cut_lines(self.folder, self.epoch, self.step, self.line)
+        cut_lines(self.folder, self.epoch, self.step)
 
     def _check_untouched(self):
         """Raise OSError if another run has written here since this one last read or wrote.
@@ -295,6 +278,8 @@ class Run:
     def end(self):
         """Make this epoch the last, before it is saved. All ranks must call it."""
         self.ended = True
+        if self.rank == 0:
+            print(f"ended early, after {self.epoch} of {self.args.epochs} epochs", flush=True)
 
     def save(self, row=None, is_best=False):
         """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.
@@ -308,7 +293,7 @@ class Run:
         bad += [name for name, x in self.net.named_buffers() if x.isnan().any()]
         if bad:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
-        line = json_line(row) if row else ""  # what is wrong in it is found before anything changes
+        line = json_line(row) if row else ""  # an error in it comes before anything changes
         state = {
             "epoch": self.epoch,
             "step": self.step,
@@ -324,7 +309,6 @@ class Run:
             "more": {name: part.state_dict() for name, part in self.more.items()},
             "classes": self.classes,
             "args": self.saved_args,
-            "line": line,
         }
         self._check_untouched()
         if is_best:
@@ -336,13 +320,6 @@ class Run:
             torch.save(state, file)
             self._check_untouched()  # again: a large checkpoint takes a while to write
         self.last_save = contents_of(self.newest)
-        if row:
-            self.draw({f"epoch/{name}": value for name, value in row.items()})
-
-    def draw(self, values):
-        """Add a point to the curves of TensorBoard, numbers by name, if --tensorboard is given."""
-        if self.curves:
-            self.curves.add(self.global_step(), values)
 
 
 class Damaged(ValueError):

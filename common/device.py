@@ -1,33 +1,17 @@
 """Which GPU and how many CPU cores a process uses."""
 
-import contextlib
-import math
 import os
-from pathlib import Path
 
+import joblib
 import torch
 
 
 def own_cores(local_world_size):
-    """How many of the cores that this node lets us use are this process's share, at least 1."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    cores = len(affinity(0)) if affinity else os.cpu_count()
-    return max(1, int(min(cores, cpu_quota())) // local_world_size)
+    """How many of the cores that this node lets us use are this process's share, at least 1.
 
-
-def cpu_quota(root="/sys/fs/cgroup"):
-    """How many cores a container may keep busy, such as 1.5; infinity where nothing limits it.
-
-    It sees all cores of its node: with a process for each, all of them would be stopped again and
-    again until the next period begins.
+    joblib counts them, for a container sees all cores of its node, and may be allowed a few.
     """
-    version_2, version_1 = ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]
-    for names in (version_2, version_1):
-        with contextlib.suppress(OSError, ValueError):  # not of this version; quota is "max"
-            quota, period = " ".join(Path(root, name).read_text() for name in names).split()
-            if int(quota) > 0:
-                return int(quota) / int(period)
-    return math.inf
+    return max(1, joblib.cpu_count() // local_world_size)
 
 
 def set_up_device(local_rank, local_world_size, args):

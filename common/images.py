@@ -1,6 +1,5 @@
 """Images from folders or archives as uint8 tensors, cropped to one size."""
 
-import contextlib
 import fcntl
 import functools
 import math
@@ -25,11 +24,12 @@ def image_folders(data, image_size):
     Each is a folder or, where there is none, an archive or several. Both have the classes of the
     training images, in their order. Raises ValueError where they are not what training needs.
     """
-    augment = functools.partial(random_crop, size=image_size)
+    augment, choose = functools.partial(resized, size=image_size), random_part
     if data is None:
         data = digits_folder()
-        augment = functools.partial(augment, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
-    train_set = _images(data, "train", augment)
+        augment = functools.partial(augment, flip=0)  # a mirrored 2 is no 2
+        choose = functools.partial(random_part, scale=(0.5, 1.0))
+    train_set = _images(data, "train", augment, choose)
     val_set = _images(data, "val", functools.partial(centre_crop, size=image_size))
     classes = train_set.classes
     if len(classes) == 1:
@@ -50,71 +50,41 @@ def image_folders(data, image_size):
     return train_set, val_set
 
 
-def _images(data, part, transform):
+def _images(data, part, *transforms):
     root = f"{data}/{part}"
     archives = [] if os.path.isdir(root) else find_archives(data, part)
-    return ImageArchive(archives, part, transform) if archives else ImageFolder(root, transform)
-
-
-class ImageArchive(Dataset):
-    """The images in tar archives, as an ImageFolder has those of the unpacked archives.
-
-    archives: their paths; part: train or val. Raises ValueError as load_index() does and, with
-    archive and member, for what cannot be decoded.
-    """
-
-    def __init__(self, archives, part, transform):
-        self.archives, self.transform = archives, transform
-        index = load_index(archives, part)
-        self.classes = [os.fsdecode(name) for name in index["classes"]]
-        self.paths, self.targets, self.places = index["names"], index["targets"], index["places"]
-        self.may_lack_classes = bool(index["numbered"])  # a number without an image is not seen
-
-    def __len__(self):
-        return len(self.targets)
-
-    def path(self, index):
-        archive = self.archives[self.places[index, 0]]
-        return f"{archive}:{os.fsdecode(self.paths[index])}"
-
-    def __getitem__(self, index):
-        archive, offset, size = self.places[index].tolist()
-        with _named(self.path(index)):
-            image = decode(read_member(self.archives[archive], offset, size))
-        return self.transform(image), int(self.targets[index])
+    return ImageArchive(archives, part, *transforms) if archives else ImageFolder(root, *transforms)
 
 
 class ImageFolder(Dataset):
     """The images below `root`, which holds a folder per class.
 
     An item is (transform(image), target): image uint8 [3, height, width], target the index of its
-    class in `classes`. Only regular files count; what begins with a dot does not. Raises ValueError
-    for folders without images, for a folder that is reached twice by links, and, with the path, for
-    what cannot be decoded.
+    class in `classes`. With choose(height, width), which gives (top, left, height, width), the
+    image is that part of the file's, and where the decoder can, no more of it is decoded. What
+    begins with a dot does not count. Raises ValueError for folders without images or reached twice
+    by links and, with the path, for what cannot be decoded.
     """
 
     may_lack_classes = False
 
-    def __init__(self, root, transform):
-        self.root, self.transform = root, transform
+    def __init__(self, root, transform, choose=None):
+        self.root, self.transform, self.choose = root, transform, choose
         if not os.path.isdir(root):
-            needs = "--data needs train/ and val/ in it, or train.tar and val.tar"
+            needs = "--data needs train/ and val/ in it, or train.tar and val.tar, not compressed"
             raise ValueError(f"no folder {root}: {needs}")
         entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
         self.classes = sorted(entry.name for entry in entries if entry.is_dir())
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
-        paths, targets = [], []
-        seen = {os.path.realpath(root): root}
-        for target, name in enumerate(self.classes):
-            files = _image_files(root, name, seen)
-            paths += map(os.fsencode, files)
-            targets += [target] * len(files)
-        if not paths:
+        seen = {os.path.realpath(root)}
+        files = [_image_files(root, name, seen) for name in self.classes]
+        if not any(files):
             raise ValueError(f"no images ({' '.join(IMG_EXTENSIONS)}) in the folders of {root}")
         # As arrays: a million small objects would be copied into every worker, as their reference
         # counts are written to.
-        self.paths, self.targets = np.array(paths), np.array(targets)
+        self.paths = np.array([os.fsencode(file) for part in files for file in part])
+        self.targets = np.repeat(np.arange(len(files)), [len(part) for part in files])
 
     def __len__(self):
         return len(self.targets)
@@ -122,57 +92,69 @@ class ImageFolder(Dataset):
     def path(self, index):
         return os.path.join(self.root, os.fsdecode(self.paths[index]))
 
+    def read(self, index):
+        with open(self.path(index), "rb") as file:
+            return file.read()
+
     def __getitem__(self, index):
-        return self.transform(read_image(self.path(index))), int(self.targets[index])
+        try:
+            image = decode(self.read(index), self.choose)
+        except Exception as error:
+            raise ValueError(f"cannot read image {self.path(index)}: {error}") from None
+        return self.transform(image), int(self.targets[index])
+
+
+class ImageArchive(ImageFolder):
+    """The images in tar archives, as an ImageFolder has those of the unpacked archives.
+
+    archives: their paths; part: train or val. Raises ValueError as load_index() does and, with
+    archive and member, for what cannot be decoded.
+    """
+
+    def __init__(self, archives, part, transform, choose=None):
+        self.archives, self.transform, self.choose = archives, transform, choose
+        index = load_index(archives, part)
+        self.classes = [os.fsdecode(name) for name in index["classes"]]
+        self.paths, self.targets, self.places = index["names"], index["targets"], index["places"]
+        self.may_lack_classes = bool(index["numbered"])  # a number without an image is not seen
+
+    def path(self, index):
+        archive = self.archives[self.places[index, 0]]
+        return f"{archive}:{os.fsdecode(self.paths[index])}"
+
+    def read(self, index):
+        archive, offset, size = self.places[index].tolist()
+        return read_member(self.archives[archive], offset, size)
 
 
 def _image_files(root, folder, seen):
-    """The paths of all images below root/folder, relative to root, sorted folder by folder.
+    """The paths of all images below root/folder, relative to root: of each folder its files first.
 
-    seen: {real path: path} of the folders that were visited, to which these are added.
+    seen: the real paths of the folders that were read, to which these are added.
     """
-    path = os.path.join(root, folder)
-    real_path = os.path.realpath(path)
-    if real_path in seen:
-        raise ValueError(f"{path} is a link to {seen[real_path]}: its images would count twice")
-    seen[real_path] = path
-    with os.scandir(path) as scan:
-        entries = sorted((e for e in scan if not e.name.startswith(".")), key=lambda e: e.name)
+
+    def fail(error):
+        raise error
+
     files = []
-    for entry in (e for e in entries if e.name.lower().endswith(IMG_EXTENSIONS)):
-        if entry.is_symlink() and not os.path.exists(entry.path):
-            raise ValueError(f"{entry.path} is a link to nothing")
-        if entry.is_file():
-            files.append(os.path.join(folder, entry.name))
-    for entry in entries:
-        if entry.is_dir():
-            files += _image_files(root, os.path.join(folder, entry.name), seen)
+    for path, folders, names in os.walk(os.path.join(root, folder), onerror=fail, followlinks=True):
+        if os.path.realpath(path) in seen:
+            raise ValueError(f"{path} is a link to another folder here: its images count twice")
+        seen.add(os.path.realpath(path))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names = sorted(name for name in names if name.lower().endswith(IMG_EXTENSIONS))
+        place = os.path.relpath(path, root)
+        files += [os.path.join(place, name) for name in names if not name.startswith(".")]
     return files
 
 
-def read_image(path):
-    """The image of a file as uint8 RGB [3, height, width]. Raises ValueError with the path."""
-    with _named(path), open(path, "rb") as file:
-        return decode(file.read())
-
-
-@contextlib.contextmanager
-def _named(image):
-    """Raise every error as a ValueError that names the image."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"cannot read image {image}: {error}") from None
-
-
-def random_crop(image, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5):
-    """A random part of the image, resized to [3, size, size], mirrored with probability `flip`.
+def random_part(height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
+    """A random part of an image of this size: (top, left, height, width) in pixels.
 
     `scale` bounds the part's share of the area, `ratio` its width / height. This is the crop of
     "Going Deeper with Convolutions" (Szegedy et al., 2014) as torchvision's RandomResizedCrop has
     it, whose get_params() would take a fortieth of a worker's time.
     """
-    height, width = image.shape[-2:]
     for x, y in torch.rand(10, 2).tolist():
         area = height * width * (scale[0] + x * (scale[1] - scale[0]))
         aspect = ratio[0] * (ratio[1] / ratio[0]) ** y
@@ -181,14 +163,23 @@ def random_crop(image, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5):
             break
     else:  # a very long or high image: nearly all of it
         w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
-    y, x, mirror = torch.rand(3).tolist()
-    top, left = int(y * (height - h + 1)), int(x * (width - w + 1))
-    part = image[None, :, top : top + h, left : left + w]
+    y, x = torch.rand(2).tolist()
+    return int(y * (height - h + 1)), int(x * (width - w + 1)), h, w
+
+
+def resized(image, size, flip=0.5):
+    """The image as [3, size, size], mirrored with probability `flip`."""
     # Dense and as r g b r g b: torch then resizes bytes in half the time, and the batch that the
     # worker stacks of such images takes an eighth.
-    part = part.contiguous(memory_format=torch.channels_last)
-    part = interpolate(part, (size, size), mode="bilinear", antialias=True)[0]
-    return part.flip(-1) if mirror < flip else part
+    image = image[None].contiguous(memory_format=torch.channels_last)
+    image = interpolate(image, (size, size), mode="bilinear", antialias=True)[0]
+    return image.flip(-1) if torch.rand(()) < flip else image
+
+
+def random_crop(image, size, flip=0.5, **part):
+    """A random_part() of an image [3, height, width], resized() to [3, size, size]."""
+    top, left, height, width = random_part(*image.shape[1:], **part)
+    return resized(image[:, top : top + height, left : left + width], size, flip)
 
 
 def centre_crop(image, size):

@@ -1,8 +1,6 @@
 """The model that --arch names, and what would make it fail once training has started."""
 
 import contextlib
-import copy
-import faulthandler
 import fcntl
 import functools
 import importlib
@@ -20,14 +18,11 @@ def build_model(args, num_classes, device):
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
     with num_classes=. With args.pretrained it starts from torchvision's weights. Raises ValueError
-    for a model that cannot be found or built, and for weights that cannot be loaded. Ends the
-    process where a GPU does not answer within args.dist_timeout seconds, or 600 without that flag.
+    for a model that cannot be found or built, and for weights that cannot be loaded.
     """
     make = _imported(args) if ":" in args.arch else _torchvision(args)
     with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
-        net = make(num_classes=num_classes)
-        with _time_limit(device, args):
-            net = net.to(device)
+        net = make(num_classes=num_classes).to(device)
         if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
             net = net.to(memory_format=torch.channels_last)
     if args.pretrained:
@@ -35,52 +30,26 @@ def build_model(args, num_classes, device):
     return net.train()
 
 
-def try_model(net, example, num_classes, local_batch_size, args):
+@torch.no_grad()
+def try_model(net, example, num_classes, args):
     """Raise ValueError unless `net` makes one row of class scores, [1, num_classes], of `example`.
 
-    example: a batch of one of what net takes. With a local_batch_size of 1 it is tried in train
-    mode too, where BatchNorm may need two images. A GPU has the time limit of build_model().
+    example: a batch of one of what net takes.
     """
     device = next((weight.device for weight in net.parameters()), torch.device("cpu"))
     example = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
     images = torch.is_tensor(example) and example.ndim == 4
-    problem = f"{args.arch} cannot take "
-    problem += f"--image-size {args.image_size}" if images else "the example"
+    what = f"--image-size {args.image_size}" if images else "the example"
     # Without a search for the fastest algorithms: it takes seconds, for this size alone.
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        with _one_line(problem), _time_limit(device, args), torch.no_grad():
-            output = net.eval()(example)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # else it shows later that it fails or hangs
-        if local_batch_size == 1 and not getattr(args, "sync_bn", False):
-            with _one_line(f"{problem} with one image per process"), torch.no_grad():
-                copy.deepcopy(net).train()(example)
-    finally:
-        torch.backends.cudnn.benchmark = benchmark
-        net.train()
+    quick = torch.backends.cudnn.flags(enabled=True, benchmark=False)
+    with _one_line(f"{args.arch} cannot take {what}"), quick:
+        output = net.eval()(example)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # else an error shows later
+    net.train()
     if getattr(output, "shape", None) != (1, num_classes):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
         raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")
-    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
-            what = f"{tensor.dtype}, which processes cannot send to each other: make it torch.int32"
-            raise ValueError(f"{name} of {args.arch} is {what}")
-        if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-            what = "made by expand(), so it cannot be written to: add .clone()"
-            raise ValueError(f"{name} of {args.arch} is {what}")
-
-
-@contextlib.contextmanager
-def _time_limit(device, args):
-    """End the process, and say where it is, if the block takes a GPU too long: it may be broken."""
-    if device.type == "cuda":
-        faulthandler.dump_traceback_later(getattr(args, "dist_timeout", 600), exit=True, file=2)
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
@@ -89,13 +58,7 @@ def _one_line(problem):
     try:
         yield
     except (Exception, SystemExit) as error:
-        reason = first_line(error)
-        clear = (RuntimeError, ValueError, AssertionError, ImportError, AttributeError)
-        if not isinstance(error, clear):  # such as a name that is not defined
-            reason = f"{type(error).__name__}: {reason}"
-        if "CUDA" in reason or "cuDNN" in reason:  # such as a GPU that others have filled
-            problem = "the model does not run on this GPU"
-        raise ValueError(f"{problem}: {reason}") from None
+        raise ValueError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _imported(args):
@@ -130,15 +93,12 @@ def _load_weights(net, args):
     """Fill `net` with torchvision's weights, but for a head of another number of classes."""
     weights = models.get_model_weights(args.arch).DEFAULT
     folder = os.path.join(torch.hub.get_dir(), "checkpoints")
-    path = os.path.join(folder, os.path.basename(weights.url))
     try:
-        if not os.path.exists(path):
-            os.makedirs(folder, exist_ok=True)
-            with open(f"{path}.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, the others wait for it
-                weights.get_state_dict(check_hash=True)
-        # Not the file's own names: some are old, and only torchvision knows what they became.
-        source = models.get_model(args.arch, weights=weights).state_dict()
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, f"{args.arch}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, the others wait for it
+            # Not the file's own names: some are old, and only torchvision knows what they became.
+            source = models.get_model(args.arch, weights=weights).state_dict()
     except Exception as error:
         reason = f"{first_line(error)}: without internet, put {weights.url} into {folder}"
         raise ValueError(f"cannot download the weights of {args.arch}: {reason}") from None

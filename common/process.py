@@ -1,7 +1,6 @@
-"""How processes are asked to stop, end with the process that started them, and are waited for."""
+"""How a process is asked to stop, and ends with the process that started it."""
 
 import ctypes
-import logging
 import math
 import multiprocessing
 import os
@@ -9,8 +8,6 @@ import signal
 import sys
 import threading
 import time
-
-import torch.multiprocessing as mp
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -85,40 +82,3 @@ def end_with_parent():
     parent = multiprocessing.parent_process()  # None below a launcher of another kind
     if parent and parent.pid != os.getppid():
         os._exit(1)
-
-
-def run_child(index, main, *args):
-    """What mp.spawn starts: run main(index, *args) and exit with what it returns."""
-    try:
-        code = main(index, *args)
-    except Exception:  # mp.spawn would keep it to itself until all processes have ended
-        try:
-            sys.excepthook(*sys.exc_info())
-        finally:  # an orderly exit would wait for loader workers, which ignore SIGTERM
-            os._exit(1)
-    sys.exit(code)
-
-
-def supervise(context, rank=0):
-    """Wait for all children, pass signals on to them; returns the exit code of the first to fail.
-
-    When one fails the others have three seconds to end by themselves. `rank`: the first child's.
-    """
-
-    def pass_on(number, frame):  # each stops by itself, where all can
-        for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
-
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
-            signal.signal(number, pass_on)
-    logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
-    try:
-        while not context.join(grace_period=3):
-            pass
-    except mp.ProcessExitedException as error:
-        if error.exit_code < 0:
-            print(f"rank {rank + error.error_index} failed: {error}", file=sys.stderr, flush=True)
-        return max(error.exit_code, 1)
-    return 0

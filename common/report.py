@@ -1,9 +1,6 @@
-"""What a run reports: on the screen, in metrics.jsonl, as curves, and each prediction as CSV."""
+"""What a run reports: on the screen, and in metrics.jsonl."""
 
 import contextlib
-import csv
-import importlib.util
-import io
 import json
 import math
 import os
@@ -14,7 +11,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from .decode import DECODER
+from .decode import DECODERS
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{remaining}{postfix}]"
 
@@ -51,8 +48,6 @@ class ProgressMeter:
     def display(self, lr):
         """A line has the latest values and their means in the epoch, the bar only the means."""
         run, speed = self.run, self.speed()
-        values = {f"train/{meter.name}": meter.val for meter in self.visible}
-        run.draw(values | {"lr": lr, "images per second": speed})
         if not (sys.stdout and sys.stdout.isatty()):
             parts = [f"{speed:.0f} img/s", *map(str, self.visible), f"lr {lr:.4g}"]
             print(f"epoch {run.epoch} [{run.step}/{self.end}]", *parts, sep="  ", flush=True)
@@ -88,8 +83,8 @@ class ProgressMeter:
         share = waited / seconds
         if self.run.rank == 0 and share > 0.2:
             print(
-                f"hint: {share:.0%} of the epoch was spent waiting for images: more --workers, "
-                "or a faster disk",
+                f"hint: {share:.0%} of the epoch was spent waiting for images: try more "
+                "--workers or a faster disk",
                 flush=True,
             )
         return {"images_per_second": self.speed(), "data_time": share, "seconds": seconds}
@@ -104,19 +99,20 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
     world_size, batch_size = run.world_size, args.batch_size
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     shape = f" of {list(example.shape[1:])}" if torch.is_tensor(example) else ""
-    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in run.given})
-    scaling, lr = "", flags.get("lr", math.nan)
-    if rates == [lr * batch_size / 256]:
-        scaling = f" = {lr:g} x {batch_size} / 256"
+    decoder = f", images decoded by {DECODERS[0]}" if hasattr(train_set, "paths") else ""
+    rates, lr = sorted({float(group["lr"]) for group in run.given}), flags.get("lr", math.nan)
+    rate = f"learning rate {', '.join(f'{rate:.4g}' for rate in rates)}"
+    if any("initial_lr" in group for group in run.given):
+        rate = "learning rate: a scheduler's"
+    elif rates == [lr * batch_size / 256]:
+        rate += f" = {lr:g} x {batch_size} / 256"
     lines = [
         f"{os.path.basename(sys.argv[0])}: processes: {world_size}, {backend}, {where}, "
         f"{args.precision}, torch {torch.__version__}",
-        f"each process: threads: {torch.get_num_threads()}, loader workers: {workers}, "
-        f"images decoded by {DECODER}",
+        f"each process: threads: {torch.get_num_threads()}, loader workers: {workers}{decoder}",
         f"{len(train_set)} items{shape} to train, {len(val_set)} to validate, "
         f"{len(run.classes)} classes; {args.arch}",
-        f"global batch {batch_size} = {world_size} x {batch_size // world_size}; "
-        f"learning rate {', '.join(f'{rate:.4g}' for rate in rates)}{scaling}",
+        f"global batch {batch_size} = {world_size} x {batch_size // world_size}; {rate}",
     ]
     if not args.evaluate:
         lines.append(f"checkpoints go to {run.folder}")
@@ -132,13 +128,13 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
         lines.append(f"no checkpoint: the weights are {weights}")
     before, now = run.resumed_args, run.saved_args
     changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
-    for name in sorted(changed - {"resume", "evaluate", "predictions", "tensorboard"}):
+    for name in sorted(changed - {"resume", "evaluate"}):
         note = ", same global batches" * (name == "world_size" and "batch_size" not in changed)
         lines.append(f"  changed: {name} {before[name]} -> {now[name]}{note}")
     if not args.evaluate and run.finished():
         why = f"{run.global_step()} of {run.total_steps} steps are done"
         if run.ended:
-            why = "the run has ended early; more --epochs continue it"
+            why = "run.end() has ended it; more --epochs continue it, until the next such end"
         lines.append(f"nothing left to train: {why}")
     print(*lines, sep="\n", flush=True)
 
@@ -186,23 +182,16 @@ def append_line(folder, line):
         os.fsync(file.fileno())
 
 
-def cut_lines(folder, epoch, step, last):
-    """Cut from metrics.jsonl what lies beyond a position: it will be written again.
-
-    last: the line of that position, which is added where it is missing, or "". Lines that are not
-    ours stay.
-    """
+def cut_lines(folder, epoch, step):
+    """Cut from metrics.jsonl what lies beyond a position: it will be written again."""
     path = os.path.join(folder, "metrics.jsonl")
-    lines = []
     if os.path.exists(path):
         with open(path, "rb") as file:
             lines = list(file)
-    kept = [line for line in lines if not is_beyond(line, epoch, step)]
-    if last and last.encode() not in kept:
-        kept.append(last.encode())
-    if kept != lines:
-        with whole_file(path) as file:
-            file.writelines(kept)
+        kept = [line for line in lines if not is_beyond(line, epoch, step)]
+        if kept != lines:
+            with whole_file(path) as file:
+                file.writelines(kept)
 
 
 def is_beyond(line, epoch, step):
@@ -211,63 +200,3 @@ def is_beyond(line, epoch, step):
         return (row["epoch"], row["step"]) > (epoch, step)
     except (ValueError, TypeError, KeyError):
         return not line.endswith(b"\n")  # half a line, where a process was killed
-
-
-def check_predictions(path):
-    """Raise ValueError unless a CSV file can be written to `path`. It may replace another."""
-    target = os.path.realpath(path)
-    if not target.endswith(".csv"):  # so that a slip cannot replace a checkpoint or an image
-        raise ValueError(f"--predictions {path} must end in .csv")
-    if os.path.isdir(target) or not os.access(os.path.dirname(target), os.W_OK):
-        raise ValueError(f"--predictions {path} cannot be written")
-
-
-def save_predictions(path, dataset, predictions):
-    """Write a CSV file with a line for each image of `dataset`, in its order.
-
-    Its columns are path, class, predicted class and confidence, the softmax of that class.
-    predictions: a list with a float32 tensor [n, 2] of each rank: confidence and predicted class of
-    the images rank, rank + world_size, ... Raises ValueError for a tensor of another length,
-    OSError when the file cannot be written.
-    """
-    rows = [None] * len(dataset)
-    for rank, part in enumerate(predictions):
-        if len(part) != len(rows[rank :: len(predictions)]):
-            raise ValueError(f"rank {rank} has {len(part)} predictions, not one per image")
-        rows[rank :: len(predictions)] = part.tolist()
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(["path", "class", "predicted", "confidence"])
-    for i, (confidence, predicted) in enumerate(rows):
-        names = dataset.classes[dataset.targets[i]], dataset.classes[int(predicted)]
-        writer.writerow([dataset.path(i), *names, f"{confidence:.6f}"])
-    with whole_file(os.path.realpath(path)) as file:
-        # A file's name on disk may be any bytes: they are written as they are.
-        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
-
-
-class Curves:
-    """Curves for TensorBoard, in `folder`/tensorboard; nothing is written before the first point.
-
-    first: the first step, counted over all epochs, that will be drawn. What an interrupted run has
-    drawn from there on is not shown any more. Raises ValueError where the package is missing.
-    """
-
-    def __init__(self, folder, first):
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard needs a package: pip install tensorboard")
-        self.how = {"log_dir": os.path.join(folder, "tensorboard"), "purge_step": first}
-        self.writer = None
-
-    def add(self, step, values):
-        """Add a point to each curve. values: numbers by name."""
-        if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds
-
-            self.writer = SummaryWriter(**self.how)
-        try:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()  # a process may end at any moment
-        except OSError as error:  # such as a full disk
-            raise OSError(f"cannot write {self.how['log_dir']}: {error}") from error

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from .arguments import say
 
 NATIVE = 30  # seconds more for a hang in native code that lets no Python run
-NOTICE = 15  # seconds at one place after which a process that was asked to stop says where it is
 
 
 class Watch:
@@ -31,13 +30,13 @@ class Watch:
     os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
     the process group is to wait for the other processes.
 
-    run: an object whose place() says where it is, such as "epoch 3 step 40". stop: the StopRequest
-    of this process. store: that of the process group; through it the ranks tell each other that
-    they have failed, and a rank that does not is named.
+    run: an object whose place() says where it is, such as "epoch 3 step 40". store: that of the
+    process group; through it the ranks tell each other that they have failed, and a rank that does
+    not is named.
     """
 
-    def __init__(self, rank, world_size, run, stop=None, seconds=None, store=None):
-        self.rank, self.world_size, self.run, self.stop = rank, world_size, run, stop
+    def __init__(self, rank, world_size, run, seconds=None, store=None):
+        self.rank, self.world_size, self.run = rank, world_size, run
         # Weak: sys.excepthook keeps this object, and a FileStore's file ends with its last user.
         self.store = weakref.ref(store) if store is not None else lambda: None
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
@@ -47,26 +46,16 @@ class Watch:
         self.ending = threading.Lock()
         sys.excepthook = self._on_error  # init_process_group wraps it, and calls it
         faulthandler.enable(2)  # for a crash in native code: where Python was
-        # A forked process lacks the thread that _restart() starts, and would wait for it.
+        # A forked process lacks the thread that _look() starts in C, and would wait for its end.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self):
-        self.depth += 1
-        self._restart()
+        self.depth, self.since = self.depth + 1, time.monotonic()
 
     def __exit__(self, *error):
         self.depth -= 1
-        self._restart()
-
-    def _restart(self):
         self.since = time.monotonic() if self.depth else math.inf
-        # Native code that keeps the interpreter's lock stops our thread too. A thread in C then
-        # prints all stacks and ends the process. To start it takes about 40 microseconds.
-        if self.depth and self.seconds < math.inf:
-            faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
-        else:
-            faulthandler.cancel_dump_traceback_later()
 
     def _on_error(self, kind, error, trace):
         # A loader's worker that was killed is an error twice: what it sent cannot be read, and then
@@ -87,18 +76,18 @@ class Watch:
         self._end(lines, reason, collective)
 
     def _look(self):
-        noticed = False
         while True:
             time.sleep(1)
-            waited = time.monotonic() - self.since
             if error := network_error():
                 self._on_hang(f"NCCL reports {error}")
-            if waited > self.seconds:
+            if time.monotonic() - self.since > self.seconds:
                 self._on_hang(f"no progress for {self.seconds:g} s")
-            if waited > NOTICE and self.stop and self.stop.requested.is_set() and not noticed:
-                noticed = True  # not ended, it may be a slow save; but the launcher may kill it
-                place = f"has been at {self.run.place()} for {NOTICE} s; see the stack above"
-                say("".join([*main_stack(), f"rank {self.rank} was asked to stop, but {place}"]))
+            # Native code that keeps the interpreter's lock stops this thread too. A thread in C
+            # then prints all stacks and ends the process.
+            if self.depth and self.seconds < math.inf:
+                faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
+            else:
+                faulthandler.cancel_dump_traceback_later()
 
     def _on_hang(self, reason):
         self.ending.acquire()

@@ -1,0 +1,47 @@
+"""The two ends of mp.spawn: what runs in each child, and the parent that waits for all of them."""
+
+import logging
+import os
+import signal
+import sys
+
+import torch.multiprocessing as mp
+
+from .process import SIGNALS
+
+
+def run_child(index, main, *args):
+    """What mp.spawn starts: run main(index, *args) and exit with what it returns."""
+    try:
+        code = main(index, *args)
+    except Exception:  # mp.spawn would keep it to itself until all processes have ended
+        try:
+            sys.excepthook(*sys.exc_info())
+        finally:  # an orderly exit would wait for loader workers, which ignore SIGTERM
+            os._exit(1)
+    sys.exit(code)
+
+
+def supervise(context, rank=0):
+    """Wait for all children, pass signals on to them; returns the exit code of the first to fail.
+
+    When one fails the others have three seconds to end by themselves. `rank`: the first child's.
+    """
+
+    def pass_on(number, frame):  # each stops by itself, where all can
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+            signal.signal(number, pass_on)
+    logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
+    try:
+        while not context.join(grace_period=3):
+            pass
+    except mp.ProcessExitedException as error:
+        if error.exit_code < 0:
+            print(f"rank {rank + error.error_index} failed: {error}", file=sys.stderr, flush=True)
+        return max(error.exit_code, 1)
+    return 0
