@@ -20,12 +20,10 @@ os.environ |= PATIENT  # is read when torch is loaded
 
 import torch  # noqa: E402
 
-from tests.progress import Progress  # noqa: E402
-
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
-# What is started under nohup, as the tests may be, ignores this signal otherwise.
-HEAR_SIGHUP = ["env", "--default-signal=HUP"]
+# What is started under nohup, or behind a shell, as the tests may be, ignores these otherwise.
+HEAR_SIGNALS = ["env", "--default-signal=HUP,INT"]
 # What torchrun sets for two processes and the other launchers do not: sums in one order.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Fast settings: a small model without BatchNorm on small images, 29 steps an epoch.
@@ -65,11 +63,6 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also the tests that take long")
 
 
-def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # not in a process of pytest-xdist
-        config.pluginmanager.register(Progress(config))
-
-
 # What takes longest comes first, or one core would wait for the other at the end.
 ROOMS = {"cluster": 0, "run": 1, "gpu": 2, "docs": 3, "unit": 4}
 
@@ -78,11 +71,13 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: ROOMS.get(item.path.parent.name, 0))
     if config.getoption("--all") or any("::" in name for name in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left_out"] = len(left_out)
+    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--all"):
+        terminalreporter.write_line("Tests that take long: ./start.sh test --all runs them too.")
 
 
 class Job:
@@ -98,7 +93,7 @@ class Job:
             clean["CUDA_VISIBLE_DEVICES"] = ""
         clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
         self.process = subprocess.Popen(
-            [*HEAR_SIGHUP, *map(str, command)],
+            [*HEAR_SIGNALS, *map(str, command)],
             cwd=cwd,
             env=clean | PATIENT | (env or {}),
             stdin=subprocess.DEVNULL,
@@ -118,10 +113,7 @@ class Job:
         self.lines.put("")
 
     def pids(self):
-        """Every live process that this job has started, itself included, the oldest first.
-
-        Not in the order of pids: after the highest, often 32768, they begin at the lowest again.
-        """
+        """Every live process that this job has started, itself included, the oldest first."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -129,7 +121,7 @@ class Job:
                     state, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()
                     ours = self.mark.encode() in (entry / "environ").read_bytes()
                     if ours and state != "Z":
-                        found.append((int(numbers[18]), int(entry.name)))  # its start
+                        found.append((int(numbers[18]), int(entry.name)))  # start: pids may wrap
                 except OSError:
                     continue  # ended meanwhile, or not ours to look at
         return [pid for _, pid in sorted(found)]
@@ -142,10 +134,7 @@ class Job:
                 continue
 
     def wait(self, timeout):
-        """(exit code, output since wait_for). Fails, and kills, when it takes longer.
-
-        So too when it leaves a process.
-        """
+        """(exit code, output since wait_for). Fails if it takes longer, or leaves a process."""
         self.reader.join(timeout)  # as long as any process can write
         if late := self.reader.is_alive():
             self.kill(signal.SIGABRT)  # faulthandler says where each thread is
@@ -163,6 +152,13 @@ class Job:
         self.kill()
         assert not left, f"left behind by {self.process.args}: {left}\n{output}"
         return self.process.returncode, output
+
+    def finish(self, code=0, timeout=150):
+        """As wait(), for an end with this exit code; returns the output alone."""
+        returned, output = self.wait(timeout)
+        command = self.process.args
+        assert returned == code, f"{command} ended with {returned}, not {code}:\n{output}"
+        return output
 
     def wait_for(self, pattern, timeout=60):
         """Read the output until a line matches; returns what was read."""
@@ -193,13 +189,15 @@ def no_job_outlives_its_test(request):
 
 def run(command, cwd, timeout=150, env=None, code=0):
     """Run to the end; returns the output. Fails on another exit code than `code`."""
-    returned, output = Job(command, cwd, env).wait(timeout)
-    assert returned == code, f"{command} ended with {returned}, not {code}:\n{output}"
-    return output
+    return Job(command, cwd, env).finish(code, timeout)
 
 
 def load(folder, name="checkpoint.pth"):
-    return torch.load(Path(folder) / name, weights_only=True, map_location="cpu")
+    """A run that is killed while it saves may leave the newest as checkpoint.prev.pth alone."""
+    path = Path(folder) / name
+    if name == "checkpoint.pth" and not path.exists():
+        path = path.with_name("checkpoint.prev.pth")
+    return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def rows(folder, timings=True):
@@ -210,15 +208,6 @@ def rows(folder, timings=True):
             for key in ("images_per_second", "data_time", "seconds"):
                 line.pop(key, None)  # not known where only the validation was done
     return lines
-
-
-def events(folder):
-    """{name: {step: value}} as TensorBoard shows it."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {n: {e.step: e.value for e in found.Scalars(n)} for n in found.Tags()["scalars"]}
 
 
 def same_state(a, b):

@@ -14,6 +14,11 @@ needs_hosts = pytest.mark.skipif(
     reason="needs root and iproute2",
 )
 
+# 250 steps, 29 an epoch, without BatchNorm: any number of processes trains the same.
+FLAGS = "--arch tests.nets:braked --image-size 24 --batch-size 48 -p 1 -j 1".split()
+FLAGS += "--epochs 9 --max-steps 250".split()
+STEP = r"^epoch \d+ \[\d+/"  # a line of its output
+
 
 class Hosts:
     """Two hosts that find each other by name.

@@ -27,6 +27,7 @@ SCRIPTS = {
 }
 # Whose sums are the same to the bit: one process adds in another order than two, and so does FSDP.
 ALIKE = {"alone": "alone", "dataparallel": "alone", "fsdp": "fsdp"}
+WARNS = "warn|abort|terminate|Traceback"  # no good run says any of it
 
 
 def start(name, folder, work, *more):
@@ -34,27 +35,23 @@ def start(name, folder, work, *more):
     return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, {**ONE_THREAD, **env})
 
 
-def finish(job, code=0, timeout=120):
-    returned, output = job.wait(timeout)
-    assert returned == code, output
-    return output
-
-
 def resume(name, folder, work, *more):
     """The rest of a run of any script, by the cheapest that goes on to the same end."""
     name = ALIKE.get(name, "distributed")
-    return finish(start(name, folder, work, "--resume", "auto", *more))
+    return start(name, folder, work, "--resume", "auto", *more).finish()
 
 
-def straight(name, work):
+def straight(name, work, *more):
     """The folder of a run without a fault that ends as this script's does to the bit."""
-    return _straight(ALIKE.get(name, "distributed"), work)
+    return _straight(ALIKE.get(name, "distributed"), work, more)
 
 
 @functools.cache
-def _straight(name, work):
-    finish(start(name, work / f"straight-{name}", work))
-    return work / f"straight-{name}"
+def _straight(name, work, more):
+    folder = work / f"straight-{len([*work.glob('straight-*')])}"
+    output = start(name, folder, work, *more).finish()
+    assert not re.search(WARNS, output, re.I), output
+    return folder
 
 
 def cmdline(pid):
@@ -95,4 +92,4 @@ def resumed_where_it_stood(output, state):
     following = divmod(state["epoch"] * 29 + state["step"], 29)  # that of 29 had only no validation
     first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+) \[(\d+)/", output, re.M)
     goes_on = first and (int(first[1]), int(first[2]) - 1) == following
-    return goes_on and re.search(f"resumed from .*/checkpoint.pth {place}", output)
+    return goes_on and re.search(rf"resumed from .*/checkpoint(\.prev)?\.pth {place}", output)

@@ -1,5 +1,8 @@
 """Small models for the tests, named as --arch tests.nets:NAME."""
 
+import os
+import time
+
 from torch import nn
 from torchvision.models import VisionTransformer
 
@@ -24,6 +27,18 @@ def smooth(num_classes):
     net = plain(num_classes)
     net[1] = nn.Tanh()
     return net
+
+
+def braked(num_classes):
+    """smooth() whose steps take a second each while the file BRAKE is there: time to act."""
+    net = smooth(num_classes)
+    net.register_forward_pre_hook(wait)
+    return net
+
+
+def wait(net, _):
+    if net.training and os.path.exists(os.environ.get("BRAKE", "")):
+        time.sleep(1)
 
 
 def normed(num_classes):

@@ -22,8 +22,8 @@ class Images(list):
 def arguments(folder, resume="auto", **more):
     """The flags that a Run looks at."""
     known = {"arch": "a", "image_size": 24, "batch_size": 8, "seed": 0, "data": None, "lr": 0.1}
-    known |= {"epochs": 9999, "max_steps": None, "evaluate": False, "tensorboard": False}
-    known |= {"predictions": None, "warmup_epochs": 0, "pretrained": False, "precision": "fp32"}
+    known |= {"epochs": 9999, "max_steps": None, "evaluate": False}
+    known |= {"warmup_epochs": 0, "pretrained": False, "precision": "fp32"}
     return SimpleNamespace(**known | {"checkpoint_dir": str(folder), "resume": resume} | more)
 
 

@@ -8,21 +8,34 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, full, last_result, load, python, rows, run, same_state, torchrun
+from conftest import (
+    ONE_THREAD,
+    ROOT,
+    full,
+    last_result,
+    load,
+    python,
+    run,
+    same_state,
+    torchrun,
+)
 
-from tests.cluster.ddp import TWO_THREADS, ddp
-from tests.launched import FLAGS
+from tests.launched import FLAGS, straight
 
 SCRIPT = "apex_distributed.py"
 TWO = torchrun(2, SCRIPT)
-# What each era is called with to compute as distributed.py does in fp32.
-ERAS = {"older": ["--opt-level", "O1"], "today": ["--precision", "fp32"]}
+# Which era, its flags, what it prints, and the flags with which distributed.py computes the same.
+CASES = {
+    "fp32": ("today", "--precision fp32", "Apex's FusedSGD, cpu, fp32", ""),
+    "fp16": ("today", "--precision fp16", "double: FusedSGD", "--precision fp16"),
+    "O1": ("older", "--opt-level O1", "apex.amp O1, Apex's DDP, ", ""),
+}
 REMEDY = "build it as github.com/NVIDIA/apex says; distributed.py --precision bf16 needs none"
 real = importlib.util.find_spec("amp_C") is not None
 
 
 def double(era):
-    return TWO_THREADS | {"PYTHONPATH": str(ROOT / "tests/apex_doubles" / era)}
+    return ONE_THREAD | {"PYTHONPATH": str(ROOT / "tests/apex_doubles" / era)}
 
 
 @pytest.mark.full
@@ -30,55 +43,33 @@ def double(era):
 def test_one_line_says_what_is_missing(work, tmp_path):
     """No Apex, the one of pip's index, one without its extensions; flags of the other era."""
     none = "no Apex of NVIDIA's here (pip's is another: uninstall that): "
-    output = run(TWO, work, code=1)
-    assert output.count("error: ") == output.count(f"error: {none}{REMEDY}\n") == 1
     extensions = "the Apex here lacks its CUDA extensions: "
+    env = {"PYTHONPATH": str(tmp_path)}
+    assert run(python(SCRIPT), work, env=env, code=2) == f"error: {none}{REMEDY}\n"
     for file, message in (("apex", none), ("apex/optimizers", extensions)):
         (tmp_path / file).mkdir()
         (tmp_path / file / "__init__.py").write_text("import pyramid_of_another_project")
-        output = run(python(SCRIPT), work, env={"PYTHONPATH": str(tmp_path)}, code=2)
-        assert output == f"error: {message}{REMEDY}\n"
+        assert run(python(SCRIPT), work, env=env, code=2) == f"error: {message}{REMEDY}\n"
     message = "error: --opt-level is for an Apex with apex.amp, --precision for"
     for era, flags in (("older", "--precision bf16"), ("today", "--opt-level O1")):
         output = run([*python(SCRIPT), *flags.split()], work, env=double(era), code=2)
         assert output.startswith(message) and output.count("\n") == 1
 
 
-@pytest.mark.parametrize("era", ["today", full("older")])
-def test_is_the_same_as_distributed(era, work, tmp_path):
-    flags = [*FLAGS, *ERAS[era], "--checkpoint-dir", tmp_path / "c"]
-    output = run([*TWO, *flags], work, env=double(era))
-    used = {
-        "older": ["double: amp.initialize O1", "double: Apex's DDP", "apex.amp O1, Apex's DDP, "],
-        "today": ["double: FusedSGD", "gloo, Apex's FusedSGD, cpu, fp32"],
-    }
-    assert all(line in output for line in used[era]), output
-    ours, theirs = load(tmp_path / "c"), load(ddp(work))
-    assert same_state({**ours, "scaler": None}, {**theirs, "scaler": None})
-    assert rows(tmp_path / "c", timings=False) == rows(ddp(work), timings=False)
-    scaler = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 45}} if era == "older" else {}
-    assert ours["scaler"] == scaler
-
-
-@pytest.mark.full
-def test_resumes_and_is_resumed_in_mid_epoch(work, tmp_path):
-    """By the older era; today's has nothing else to save, but for the scaler of fp16."""
-    flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c", "--resume", "auto", "--max-steps"]
-    for command, steps in ((torchrun(2), 9), (TWO, 18), (TWO, 30), (torchrun(2), 45)):
-        output = run([*command, *flags, steps], work, env=double("older"))
-        assert steps == 9 or "resumed from" in output
-        if command is TWO:  # scaled losses are counted on over the second resume
-            assert load(tmp_path / "c")["scaler"]["loss_scaler0"]["unskipped"] == steps - 9
-    assert same_state(load(tmp_path / "c"), load(ddp(work)))
-
-
-@pytest.mark.full
-def test_fp16s_scaler_goes_on(work, tmp_path):
-    flags = ["--precision", "fp16", "--checkpoint-dir", tmp_path / "c", "--resume", "auto"]
-    for steps in (20, 45):
-        run([*TWO, *FLAGS, *flags, "--max-steps", steps], work, env=double("today"))
-    assert load(tmp_path / "c")["scaler"]["scale"] > 0
-    assert same_state(load(tmp_path / "c"), load(ddp(work, "--precision", "fp16")))
+@pytest.mark.parametrize("case", ["fp32", full("fp16"), full("O1")])
+def test_goes_on_from_distributed_and_is_the_same(case, work, tmp_path):
+    """In mid-epoch, twice: scaled losses are counted on over the second resume."""
+    era, flags, said, same = CASES[case]
+    begin, folder = [*torchrun(2), *same.split()], tmp_path / "c"
+    for command, steps in ((begin, 9), ([*TWO, *flags.split()], 20), ([*TWO, *flags.split()], 45)):
+        command = [*command, *FLAGS, "--checkpoint-dir", folder, "--resume", "auto"]
+        output = run([*command, "--max-steps", steps], work, env=double(era))
+        assert steps == 9 or (said in output and "resumed from" in output), output
+    ours, theirs = load(folder), load(straight("distributed", work, *same.split()))
+    if case == "O1":
+        assert ours["scaler"] == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 36}}
+        ours["scaler"] = theirs["scaler"]
+    assert same_state(ours, theirs) and bool(theirs["scaler"]) == (case == "fp16")
 
 
 @pytest.mark.full
@@ -97,13 +88,12 @@ gpu = pytest.mark.gpu
 no_apex = pytest.mark.skipif(
     not (real and torch.cuda.is_available()), reason="needs a GPU and Apex with CUDA extensions"
 )
-LEVELS = ["O0", "O1", "O2", "O3"]
 
 
 def real_flags():
     """The flags of each precision of the Apex that is installed."""
     if real and importlib.util.find_spec("apex.amp"):
-        return [f"--opt-level {level}" for level in LEVELS]
+        return [f"--opt-level O{level}" for level in range(4)]
     return [f"--precision {precision}" for precision in ("fp32", "bf16", "fp16")]
 
 

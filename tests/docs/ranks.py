@@ -19,23 +19,21 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["torch.distributed", "torch.nn.parallel", "torchvision", "sklearn"])
 
 
-def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", output=None):
-    """(exit codes, output) of a script whose processes find what torchrun would have set.
-
-    before: code that each process runs first; output: the file for what they print.
-    """
+def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before=""):
+    """(exit codes, output) of processes as torchrun would start them; `before` is run first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    output = Path(output or Path(script).with_suffix(".txt"))
+    cwd = Path(cwd or Path(script).parent)
+    output = cwd / "output.txt"
     output.unlink(missing_ok=True)
     known = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
     known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [str(word) for word in (script, *flags)]
     processes, deadline = [], time.monotonic() + 120
     for rank in range(ranks):
         own = known | {"RANK": rank, "LOCAL_RANK": rank} | (env or {})
-        arguments = [str(word) for word in (script, *flags)]
         own = {name: str(value) for name, value in own.items()}
-        given = arguments, own, str(cwd or Path(script).parent), str(output), before
+        given = arguments, own, str(cwd), str(output), before
         processes.append(forks.Process(target=be_a_rank, args=given))
         processes[-1].start()
     try:

@@ -1,4 +1,4 @@
-"""The minimal scripts, each started by its own launcher, once: what they say, save and differ in.
+"""The minimal scripts, each started by its own launcher, once: what they say, and what they save.
 
 Apex is a double here: it proves our calls, not Apex.
 """
@@ -14,61 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PYTHON, ROOT, Job, needs_horovod, run
-from torch.utils.data import DataLoader, DistributedSampler
+from sklearn.datasets import load_digits
 
 from minimal import one_gpu
 from tests.launched import cmdline
 
 NAMES = sorted(path.stem for path in (ROOT / "minimal").glob("*.py"))
-SEVERAL = [name for name in NAMES if name not in ("one_gpu", "dataparallel")]
-# The same to the letter in all that start several processes: the lines that people forget.
-SHARED = [
-    "        torch.cuda.set_device(",
-    "    torch.manual_seed(rank)",
-    "    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last",
-    "    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=",
-    "    val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank",
-    "        sampler.set_epoch(epoch)",
-    "        for buffer in net.buffers():",
-    "        if rank == 0:",
-]
 CLUSTER = ROOT / "tests/cluster/slurm/cluster.sh"
 
 
-def text(name):
-    return (ROOT / f"minimal/{name}.py").read_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_is_short_and_needs_no_other_file(name):
-    assert len(text(name).splitlines()) <= 80
-    imported = set(re.findall(r"^(?:import|from) (\w+)", text(name), re.M))
-    assert imported <= {"gc", "os", "tempfile", "torch", "sklearn", "apex", "horovod"}
-    if name in SEVERAL:
-        assert [line for line in SHARED if f"\n{line}" not in text(name)] == []
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_several_processes_take_as_many_steps_as_one(name):
-    """By the scripts' own lines. A sampler that pads would have 38 steps for two processes."""
-    for images, world_size in [(2431, 1), (2431, 2), (2431, 4), (1438, 2)]:
-        lengths = set()
-        for rank in range(world_size):
-            known = {"rank": rank, "world_size": world_size, "train_set": range(images)}
-            known |= {"DistributedSampler": DistributedSampler, "DataLoader": DataLoader}
-            lines = re.findall(r"^    ((?:sampler|train_loader) = .*)$", text(name), re.M)
-            exec("\n".join(lines), known | {"BATCH_SIZE": 64}, known)
-            lengths.add(len(known["train_loader"]))
-        assert lengths == {images // 64}
-
-
-# ---- Started by their launchers
-
-
-def command_of(name, folder, processes=2):
-    """(command, environment) of a script's docstring, with two processes, to be run in a folder."""
-    (folder / "minimal").symlink_to(ROOT / "minimal")
-    (command,) = re.findall(r"^\$ (.*)$", text(name), re.M)
+def command_of(name, folder, processes=2, epochs=one_gpu.EPOCHS):
+    """(command, environment) of a script's docstring, for a copy alone in a folder."""
+    text = (ROOT / f"minimal/{name}.py").read_text()
+    (folder / "minimal").mkdir()
+    (folder / f"minimal/{name}.py").write_text(text.replace("EPOCHS = 5", f"EPOCHS = {epochs}"))
+    (command,) = re.findall(r"^\$ (.*)$", text, re.M)
     command = command.replace("node=2", f"node={processes}")
     command = command.replace("node=4", "node=1").replace("-c 8", "-c 1")  # srun's: on two nodes
     env = {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -77,33 +37,34 @@ def command_of(name, folder, processes=2):
     return ["env", *command.split()], env
 
 
-def start(name, folder):
-    """Its output."""
-    command, env = command_of(name, folder)
-    if name != "distributed_slurm_main":
-        return run(command, folder, env=env)
-    begun = ["bash", "-c", f'eval "$({CLUSTER} start {folder}/slurm)" && echo "$SLURM_CONF"']
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment in which srun finds a cluster of two nodes."""
+    path = os.environ["PATH"] + ":/usr/sbin"
+    if (not shutil.which("slurmctld", path=path) or os.getuid()) and "CI" not in os.environ:
+        pytest.skip("needs root and: apt-get install slurmctld slurmd slurm-client munge")
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    begun = ["bash", "-c", f'eval "$({CLUSTER} start {folder})" && echo "$SLURM_CONF"']
     try:
         conf = subprocess.run(begun, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
-        return run(command, folder, env=env | {"SLURM_CONF": conf.stdout.strip()})
+        yield {"SLURM_CONF": conf.stdout.strip()}
     finally:
-        subprocess.run([CLUSTER, "stop", folder / "slurm"], check=True, timeout=60)
+        subprocess.run([CLUSTER, "stop", folder], check=True, timeout=60)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, request):
     """A function: name -> (output, state_dict) of its only run."""
 
     @cache
     def once(name):
         if name == "horovod_distributed":
             needs_horovod()
-        path = os.environ["PATH"] + ":/usr/sbin"
-        slurm = shutil.which("slurmctld", path=path) and os.getuid() == 0
-        if name == "distributed_slurm_main" and not slurm and "CI" not in os.environ:
-            pytest.skip("needs root and: apt-get install slurmctld slurmd slurm-client munge")
         folder = tmp_path_factory.mktemp(name)
-        output = start(name, folder).replace("[0]<stdout>:", "")  # horovodrun's
+        command, env = command_of(name, folder)
+        if name == "distributed_slurm_main":
+            env |= request.getfixturevalue("slurm")
+        output = run(command, folder, env=env).replace("[0]<stdout>:", "")  # horovodrun's
         assert {path.name for path in folder.iterdir()} == {"minimal", "digits.pth"}
         return output, torch.load(folder / "digits.pth", weights_only=True)
 
@@ -125,45 +86,32 @@ def test_trains_and_saves_what_the_plain_net_loads(name, trained):
 
     net = one_gpu.build_net()
     net.load_state_dict(weights)
-    net.eval()
-    val_set = validation_set()
+    digits = load_digits()
+    images = torch.tensor(digits.images[4::5], dtype=torch.float32).unsqueeze(1) / 16
     with torch.no_grad():
-        batches = DataLoader(val_set, one_gpu.BATCH_SIZE)
-        correct = sum((net(images).argmax(1) == target).sum().item() for images, target in batches)
-    assert len(val_set) == 359 and said[-1][2] == f"{100 * correct / 359:.1f}"
-
-    if name in ("multiprocessing_distributed", "distributed_slurm_main"):
-        torchruns = trained("distributed")[1]  # the launcher changes no bit
-        assert weights.keys() == torchruns.keys()
-        assert all(weights[key].equal(torchruns[key]) for key in weights)
+        correct = net.eval()(images).argmax(1) == torch.tensor(digits.target[4::5])
+    assert len(images) == 359 and said[-1][2] == f"{100 * correct.sum().item() / 359:.1f}"
 
 
-def validation_set():
-    """The one that the scripts make, by their own lines."""
-    lines = text("one_gpu").splitlines()
-    first = next(i for i, line in enumerate(lines) if "digits = " in line)
-    last = next(i for i, line in enumerate(lines) if "val_set = " in line)
-    found = vars(one_gpu).copy()
-    exec("\n".join(line.strip() for line in lines[first : last + 1]), found)
-    return found["val_set"]
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["multiprocessing_distributed", "distributed_slurm_main"])
+def test_the_launcher_changes_no_bit(name, trained):
+    weights, torchruns = trained(name)[1], trained("distributed")[1]
+    assert weights.keys() == torchruns.keys()
+    assert all(weights[key].equal(torchruns[key]) for key in weights)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["distributed", "multiprocessing_distributed"])
 def test_what_a_launcher_leaves_that_is_killed(name, tmp_path):
     """As README.md says: torchrun's processes train on, mp.spawn's end."""
-    command, env = command_of(name, tmp_path)
-    long = text(name).replace("EPOCHS = 5", "EPOCHS = 500")
-    (tmp_path / "minimal").unlink()
-    (tmp_path / "minimal").mkdir()
-    (tmp_path / f"minimal/{name}.py").write_text(long)
+    command, env = command_of(name, tmp_path, epochs=500)
     job = Job(command, tmp_path, env)
     job.wait_for("epoch 1:")
     os.kill(job.process.pid, signal.SIGKILL)
     if name == "distributed":
         job.wait_for("epoch 9:")
-        left = [pid for pid in job.pids() if "minimal/" in cmdline(pid)]
-        assert len(left) == 2
+        assert len([pid for pid in job.pids() if "minimal/" in cmdline(pid)]) == 2
         job.kill()
     code, _ = job.wait(20)  # fails if a process is left
     assert code == -signal.SIGKILL

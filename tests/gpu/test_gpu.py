@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import SMALL, last_result, load, python, rows, run, torchrun
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from common.loader import Seeded, TrainSampler, start_loader
@@ -19,7 +18,7 @@ pytestmark = [
 ONE = python()
 # For runs that are compared: the tensor cores round float32 to 10 bits, in some of cuDNN's choices.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-DEEP = "--arch resnet18 --image-size 64 --batch-size 64 --max-steps 30 --seed 3".split()
+DEEP = "--arch resnet18 --image-size 64 --batch-size 64 --max-steps 3 --seed 3".split()
 
 
 def assert_alike(folder, other, atol, rtol):
@@ -46,21 +45,21 @@ def test_prefetcher_equals_the_plain_path_to_the_bit():
     shift = [-mean / std for mean, std in zip(MEAN, STD, strict=True)]
     shift = torch.tensor(shift, device=device).view(1, 3, 1, 1)
     work = torch.randn(2048, 2048, device=device)
-    sums = []
+
+    def sums(images, target):
+        return torch.stack([images.double().sum(), images.double().pow(2).sum(), target.sum()])
+
+    found = []
     for images, target in Prefetcher(batches, device):
         assert images.is_contiguous(memory_format=torch.channels_last)
         for _ in range(5):
             work = torch.tanh(work @ work)  # so that the copies run ahead of what reads them
-        sums.append(
-            torch.stack([images.double().sum(), images.double().pow(2).sum(), target.sum()])
-        )
+        found.append(sums(images, target))
     expected = []
     for images, target in batches:
         plain = images.cuda().to(torch.float32, memory_format=torch.channels_last)
-        plain = torch.addcmul(shift, plain, scale)
-        values = [plain.double().sum(), plain.double().pow(2).sum(), target.cuda().sum()]
-        expected.append(torch.stack(values))
-    assert torch.stack(sums).equal(torch.stack(expected))
+        expected.append(sums(torch.addcmul(shift, plain, scale), target.cuda()))
+    assert torch.stack(found).equal(torch.stack(expected))
 
 
 def test_waiting_is_the_gpus_not_the_hosts():
@@ -92,24 +91,15 @@ def test_trains_resumes_and_evaluates(flags, work, tmp_path):
     loss, acc1, _ = last_result(output)
     assert acc1 > 95 and loss < 0.3
     assert rows(tmp_path / "c")[-1]["epoch"] == 4
-    evaluate = ["--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
-    assert last_result(run([*command, *evaluate], work)) == pytest.approx(
-        (loss, acc1, 100), abs=0.6
-    )
+    evaluate = [*command, "--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
+    assert last_result(run(evaluate, work)) == pytest.approx((loss, acc1, 100), abs=0.6)
     assert bool(load(tmp_path / "c")["scaler"]) == ("fp16" in flags)
 
 
 def test_dataparallel_and_distributed_agree_on_one_gpu(work, tmp_path):
     for name in ("dataparallel.py", "distributed.py"):
-        command = [
-            *python(name),
-            *SMALL,
-            "--precision",
-            "fp32",
-            "--checkpoint-dir",
-            tmp_path / name,
-        ]
-        run(command, work, env=NO_TF32 | {"CUDA_VISIBLE_DEVICES": "0"})
+        flags = [*SMALL, "--precision", "fp32", "--checkpoint-dir", tmp_path / name]
+        run([*python(name), *flags], work, env=NO_TF32 | {"CUDA_VISIBLE_DEVICES": "0"})
     assert_alike(tmp_path / "dataparallel.py", tmp_path / "distributed.py", 1e-4, 1e-3)
 
 
@@ -124,7 +114,7 @@ def test_a_gpu_goes_on_from_a_cpu_and_back(work, tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_batches_stay_as_they_are(workers):
-    """Pinned and prefetched, for as long as somebody holds them: a list of a whole epoch."""
+    """Pinned, for as long as somebody holds them: a list of a whole epoch."""
     images = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8)
     dataset, batches = TensorDataset(images, torch.arange(40)), {}
     for device in map(torch.device, ("cpu", "cuda")):
@@ -136,14 +126,7 @@ def test_batches_stay_as_they_are(workers):
             held = list(loader)
             assert all(images.is_pinned() == (device.type == "cuda") for images, _ in held)
             batches[device.type] += [images.flatten().tolist() for images, _ in held]
-            prefetched = list(Prefetcher(loader, device))
-            assert len(prefetched) == len(held) == 20
-            for (images, target), (same, labels) in zip(held, prefetched, strict=True):
-                plain = images / 255 - torch.tensor(MEAN).view(3, 1, 1)
-                plain = plain / torch.tensor(STD).view(3, 1, 1)
-                torch.testing.assert_close(same.cpu(), plain, atol=1e-5, rtol=1e-5)
-                assert labels.cpu().equal(target)
-    assert batches["cpu"] == batches["cuda"]
+    assert batches["cpu"] == batches["cuda"] and len(batches["cpu"]) == 60
 
 
 def test_more_processes_than_gpus(work):
@@ -154,7 +137,7 @@ def test_more_processes_than_gpus(work):
 
 def test_sync_bn_of_two_processes_is_batchnorm_of_one(work, tmp_path):
     """They share a GPU. Without --sync-bn each has statistics of its own half."""
-    flags = [*DEEP, "--precision", "fp32", "--max-steps", "3", "--checkpoint-dir"]
+    flags = [*DEEP, "--precision", "fp32", "--checkpoint-dir"]
     run([*ONE, *flags, tmp_path / "one"], work, env=NO_TF32)
     two = [*torchrun(2), "--backend", "gloo", *flags]
     run([*two, tmp_path / "two", "--sync-bn"], work, env=NO_TF32)
@@ -193,12 +176,3 @@ def test_dataparallels_threads_compute_in_the_dtype_asked_for():
     net.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", torch.bfloat16))
     with torch.autocast("cuda", torch.bfloat16):
         assert nn.DataParallel(net)(torch.rand(4, 4).cuda()).dtype == torch.bfloat16
-
-
-def test_ddp_needs_no_device_ids():
-    import torch.distributed as dist
-
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    model = DistributedDataParallel(nn.Linear(4, 4).cuda(), gradient_as_bucket_view=True)
-    model(torch.rand(2, 4).cuda()).sum().backward()
-    dist.destroy_process_group()

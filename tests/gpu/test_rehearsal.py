@@ -55,52 +55,35 @@ def gpus(tmp_path_factory):
     return environment
 
 
-SLURM = {  # of the only task of a step; that srun sets them so is seen in test_slurm.py
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-    "SLURM_STEP_NODELIST": "127.0.0.1",
-    "SLURM_GPUS_ON_NODE": "2",
-    "SLURM_CPUS_ON_NODE": "2",
-    "SLURM_JOB_ID": str(os.getpid()),
-}
+SLURM = """
+SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_NODEID=0 SLURM_GPUS_ON_NODE=2
+SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=127.0.0.1 SLURM_CPUS_ON_NODE=2
+"""  # of the only task of a step; that srun sets them so is seen in test_slurm.py
+SLURM = dict(line.split("=") for line in SLURM.split()) | {"SLURM_JOB_ID": str(os.getpid())}
 APEX = {"PYTHONPATH": f"{HERE}:{ROOT / 'tests/apex_doubles/today'}"}
+SPAWN, SRUN = python("multiprocessing_distributed.py"), python("distributed_slurm_main.py")
+NCCL, FP16 = "processes: 2, nccl, Rehearsal", ["--precision", "fp16", "--sync-bn"]
 SCRIPTS = [  # all but Horovod's, whose library would have to be built for CUDA
-    (torchrun(2), "", "processes: 2, nccl, Rehearsal, bf16", {}),
-    (
-        python("multiprocessing_distributed.py"),
-        "--precision fp16 --sync-bn",
-        "processes: 2, nccl, Rehearsal, fp16",
-        {},
-    ),
-    (
-        python("distributed_slurm_main.py"),
-        "--precision fp32",
-        "processes: 2, nccl, Rehearsal, fp32",
-        SLURM,
-    ),
-    (torchrun(2, "apex_distributed.py"), "", "nccl, Apex's FusedSGD, Rehearsal, bf16", APEX),
-    (torchrun(2, "fsdp_distributed.py"), "", "processes: 2, nccl, Rehearsal, bf16", {}),
-    (python("dataparallel.py"), "", "processes: 1, nn.DataParallel, Rehearsal", {}),
-    (torchrun(2), "--backend gloo --sync-bn", "processes: 2, gloo, Rehearsal", {}),
+    (torchrun(2), f"{NCCL}, bf16", {}),
+    ([*SPAWN, *FP16], f"{NCCL}, fp16", {}),
+    ([*SRUN, "--precision", "fp32"], f"{NCCL}, fp32", SLURM),
+    (torchrun(2, "apex_distributed.py"), "nccl, Apex's FusedSGD, Rehearsal, bf16", APEX),
+    (torchrun(2, "fsdp_distributed.py"), f"{NCCL}, bf16", {}),
+    (python("dataparallel.py"), "processes: 1, nn.DataParallel, Rehearsal", {}),
+    ([*torchrun(2), "--backend", "gloo", "--sync-bn"], "processes: 2, gloo, Rehearsal", {}),
 ]
 
 
 def test_every_script_goes_on_with_the_run_of_the_one_before(gpus, work, tmp_path):
     """In three precisions. It says no warning, and no process touches a GPU of another."""
-    predictions = tmp_path / "predictions.csv"
-    for number, (command, flags, expected, env) in enumerate(SCRIPTS):
-        command = [*command, *FLAGS, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
-        command += ["--resume", "auto", "--max-steps", 2 * number + 2, "--predictions", predictions]
-        sharing = "gloo" in flags
+    for number, (command, expected, env) in enumerate(SCRIPTS):
+        command = [*command, *FLAGS, "--checkpoint-dir", tmp_path / "c"]
+        command += ["--resume", "auto", "--max-steps", 2 * number + 2]
+        sharing = "gloo" in command
         output = run(command, work, env=gpus(1 if sharing else 2, **env))
         assert expected in output and "warn" not in output.lower(), output
         assert not number or f"checkpoint.pth at epoch 0 step {2 * number}\n" in output
         assert last_result(output) == (1.5, 42, 80)  # as sitecustomize.py says
-        assert len(predictions.read_text().splitlines()) == 361
         used = {}
         for process, device in re.findall(r"process (\d+): launch on (\d)", output):
             used.setdefault(process, []).append(device)
@@ -119,11 +102,9 @@ count = ctypes.CDLL(None).rehearsal_count
 args = SimpleNamespace(arch="resnet18", pretrained=False, image_size=64, dist_timeout=2)
 device = set_up_device(0, 1, args)
 
-def build(hang="never"):
+def build():
     net = build_model(args, 10, device)
-    count(b"launch")
-    os.environ["REHEARSAL_HANG"] = hang
-    try_model(net, torch.zeros(1, 3, 64, 64, device=device), 10, 8, args)
+    try_model(net, torch.zeros(1, 3, 64, 64, device=device), 10, args)
 
 for memory in (0, 2, 3):
     count(b"cudaMalloc")
@@ -136,17 +117,16 @@ os.environ["REHEARSAL_MEMORY"] = "1000"
 count(b"cudnnBackendExecute")
 build()
 print("convolutions", count(b"cudnnBackendExecute"), torch.backends.cudnn.benchmark)
-build("launch:9")
 """
 
 
 def test_a_model_is_built(gpus):
-    """On a GPU that is full in the midst of it, once per convolution, and on one that hangs."""
-    output = run([PYTHON, "-c", BUILD], ROOT, env=gpus(1), code=1)
+    """On a GPU that is full in the midst of it, and where there is room, once per convolution."""
+    output = run([PYTHON, "-c", BUILD], ROOT, env=gpus(1))
     for memory in (0, 2, 3):
-        assert f"memory {memory} the model does not run on this GPU: CUDA out of memory. " in output
+        said = rf"memory {memory} resnet18 cannot take .*: \w+Error: CUDA out of memory"
+        assert re.search(said, output)
     assert "convolutions 20 True" in output  # each is tried in a dozen ways in training alone
-    assert "Timeout (0:00:02)!" in output and "in try_model\n" in output
 
 
 def test_a_gpu_that_hangs_in_training_is_noticed(gpus, work, tmp_path):
@@ -160,12 +140,11 @@ def test_a_gpu_that_hangs_in_training_is_noticed(gpus, work, tmp_path):
 
 
 def test_nccl_fails_in_one_process_and_the_other_waits(gpus, work, tmp_path):
-    """NCCL would name no step, and the survivor nothing at all before torchrun kills it."""
+    """NCCL would name no step."""
     env = gpus(2, REHEARSAL_HANG="ncclAllReduce:80:1")
     job = Job([*torchrun(2), *FLAGS, "--checkpoint-dir", tmp_path / "c"], work, env)
     output = job.wait_for(r"rank 1 failed at epoch 0 step \d+: NCCL reports COMM_ERROR", 120)
     assert "in train\n" in output
-    job.wait_for(r"rank 0 was asked to stop, but has been at epoch 0 step \d+ for 15 s; see the")
     job.kill()
     job.wait(30)
 

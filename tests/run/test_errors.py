@@ -3,46 +3,23 @@
 Which mistakes there are, and what is said of them: tests/unit/test_mistakes.py.
 """
 
-import shutil
-
 import pytest
-from conftest import ONE_THREAD, PYTHON, ROOT, SMALL, full, python, run, torchrun
+from conftest import PYTHON, ROOT, SMALL, full, needs_horovod, run
+
+from tests.launched import SCRIPTS, start
 
 
-@pytest.fixture(scope="module")
-def flat_val(work):
-    """A data folder whose val/ has images, but no class folders."""
-    shutil.copytree(work / "data/digits", work / "flat_val")
-    flat = work / "flat_val/val"
-    for path in list(flat.glob("*/*")):
-        path.rename(flat / path.name)
-    for digit in range(10):
-        (flat / str(digit)).rmdir()
-    return ["--data", "flat_val", *SMALL, "--checkpoint-dir"]
-
-
-MESSAGE = "error: no class folders in flat_val/val: "
-
-
-@pytest.mark.parametrize("script", ["distributed", full("dataparallel"), full("fsdp_distributed")])
-def test_one_process(script, flat_val, work, tmp_path):
-    (line,) = run([*python(f"{script}.py"), *flat_val, tmp_path / "c"], work, code=2).splitlines()
-    assert line.startswith(MESSAGE)
-
-
-@pytest.mark.full
-def test_mp_spawn(flat_val, work, tmp_path):
-    command = [*python("multiprocessing_distributed.py"), "--nprocs=2", *flat_val, tmp_path / "c"]
-    (line,) = run(command, work, code=2).strip().splitlines()
-    assert line.startswith(MESSAGE)
-
-
-def test_torchrun(flat_val, work, tmp_path):
-    """It adds its own report and returns 1; our line comes once, from local rank 0."""
-    output = run([*torchrun(3), *flat_val, tmp_path / "c"], work, env=ONE_THREAD, code=1)
-    assert output.count("error: ") == output.count(MESSAGE) == 1
-    assert output.count("Traceback") <= 1  # torchrun's
-    assert "exitcode  : 2" in output and "distributed.py FAILED" in output
+@pytest.mark.parametrize("name", [n if n == "distributed" else full(n) for n in SCRIPTS])
+def test_a_mistake_is_one_line(name, work, tmp_path):
+    """torchrun and horovodrun add a report of their own, and return 1."""
+    if name == "horovod":
+        needs_horovod()
+    launched = name in ("distributed", "apex", "fsdp", "horovod")
+    job = start(name, tmp_path / "c", work, "--data", "nowhere")
+    output = job.finish(code=1 if launched else 2)
+    message = "error: no folder nowhere/train: --data needs "
+    assert output.count("error: ") == output.count(message) == 1, output
+    assert launched or (output.startswith(message) and output.count("\n") == 1), output
 
 
 @pytest.mark.full

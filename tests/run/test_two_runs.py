@@ -38,19 +38,35 @@ class Poller(threading.Thread):
             self.seen.append(state["epoch"] * 29 + state["step"])
 
 
-def one_start(chance, folder):
+# The second node comes later; the first, which has the lock by then, waits for it.
+NODES = """
+"$@" --node-rank=0 $FLAGS & sleep $LATER; "$@" --node-rank=1 $FLAGS; second=$?
+wait $!; first=$?; exit $((first > second ? first : second))
+"""
+
+
+def two_nodes(chance, flags):
+    """A command that starts two nodes of one process each, some seconds apart."""
+    node = [PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    node += [f"--master-port={chance.randrange(20000, 30000)}"]
+    set_up = ["env", f"LATER={chance.uniform(0, 20)}"]
+    words = " ".join(map(str, [ROOT / "distributed.py", *flags, "--dist-timeout", 40]))
+    return [*set_up, f"FLAGS={words}", "bash", "-c", NODES, "nodes", *node]
+
+
+def one_start(chance, folder, kinds):
     """A random command that trains in the folder."""
-    kind = chance.choice(["alone", "alone", "two", "without locks"])
+    kind = chance.choice(kinds)
     command = {
         "alone": python(),
         "two": torchrun(2),
         "without locks": [PYTHON, "-c", WITHOUT_LOCKS],
-    }[kind]
+    }.get(kind, [])
     flags = [*FLAGS, "--checkpoint-dir", folder, "--max-steps", str(chance.randrange(50, 400))]
     flags += ["--checkpoint-freq", chance.choice("137")]
     resume = chance.choice([*["auto"] * 5, None, folder / "checkpoint.pth"])
     flags += ["--resume", resume] if resume else []
-    return kind, [*command, *flags]
+    return kind, two_nodes(chance, flags) if kind == "two nodes" else [*command, *flags]
 
 
 def what_happened(code, output):
@@ -67,13 +83,18 @@ def what_happened(code, output):
             return words
     # 1: torchrun, when it is stopped. -15: before the script hears signals.
     ends = {0: "trained to its end", -9: "killed", -15: "stopped", 75: "stopped", 1: "stopped"}
+    if "did not come within" in output:  # one node was killed, or refused
+        return "a node was missing"
     assert code in ends and "rank 0 failed" not in output, output
     return ends[code]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
-def test_no_checkpoint_goes_backward(seed, work, tmp_path):
+@pytest.mark.parametrize(
+    "kinds", [["alone", "alone", "two", "without locks"], ["two nodes", "two nodes", "alone"]]
+)
+def test_no_checkpoint_goes_backward(kinds, seed, work, tmp_path):
     chance, folder = random.Random(seed), tmp_path / "c"
     env = {"PYTHONPATH": str(ROOT), **ONE_THREAD}
     poller = Poller(folder)
@@ -84,7 +105,7 @@ def test_no_checkpoint_goes_backward(seed, work, tmp_path):
     jobs, said = [], []
     for delay in (0, chance.uniform(0, chance.choice([6, 60]))):
         time.sleep(delay)
-        kind, command = one_start(chance, folder)
+        kind, command = one_start(chance, folder, kinds)
         jobs.append(Job(command, work, env))
         said.append(f"after {delay:.0f} s {kind} {' '.join(map(str, command[-2:]))}")
     for job in jobs:

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import subprocess
 import tarfile
 import time
@@ -29,15 +28,10 @@ DEVKIT = "ILSVRC2012_devkit_t12"
 WNIDS = [f"n{number:08d}" for number in range(10)]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Where indexes are kept."""
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/archives"
-
-
 @pytest.fixture
-def data(tmp_path):
+def data(tmp_path, monkeypatch):
+    """An empty folder; indexes are kept beside it."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
 
@@ -159,7 +153,10 @@ def drawn(dataset):
 
 @pytest.mark.parametrize("make", [as_tar_does, with_its_folder, as_shards, as_downloaded])
 def test_archives_are_the_folders(make, folders, data, monkeypatch):
-    """The same images in the same order: pixels, classes, and the names that ranks compare."""
+    """The same images in the same order: pixels, classes, and the names that ranks compare.
+
+    However many archives a process may have open; and no file is written beside them.
+    """
     few = functools.lru_cache(maxsize=2)(module._open.__wrapped__)  # of three shards
     monkeypatch.setattr(module, "_open", few)
     make(folders, data)
@@ -174,8 +171,6 @@ def test_archives_are_the_folders(make, folders, data, monkeypatch):
             assert archive.path(i).endswith(f".tar:{os.fsdecode(name)}")
         expected = drawn(folder)
         assert drawn(archive) == expected == drawn(pickle.loads(pickle.dumps(archive)))
-        open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        assert sum(path.startswith(str(data)) for path in open_files) <= 2
     loaded = torch.cat([batch for batch, _ in DataLoader(archive, 16, num_workers=2)])
     assert loaded.equal(torch.stack([image for image, _ in folder]))  # the last ones: to validate
     assert sorted(os.listdir(data)) == before
@@ -183,20 +178,18 @@ def test_archives_are_the_folders(make, folders, data, monkeypatch):
 
 def test_web_dataset(folders, data):
     """Classes are the numbers in KEY.cls, in the order of numbers; what else is there is left."""
-    (data / "folder").mkdir()
     for part in PARTS:
-        shards = [{}, {}]
+        shards = [{}, {"stray.cls": b"of no image"}]
         for i, (name, content) in enumerate(numbered(images(folders, part), 2).items()):
             shards[i // 3 % 2][name] = content
         for number in (0, 1):
             extra = {f"{number}/x.CLS": b"%d" % number, f"{number}/x.jpg": shards[0]["0000.jpg"]}
-            extra["stray.cls"] = b"of no image"
             pack(data / f"{part}-{number:04d}.tar", shards[number] | extra)
-            tar("-rf", data / f"{part}-{number:04d}.tar", "-C", data, "folder")
     pairs = zip(image_folders(str(data), 24), image_folders(str(folders), 24), strict=True)
     for dataset, folder in pairs:
         assert dataset.classes == [str(i) for i in range(12)]
         assert len(dataset) == len(folder) + 2 and (np.diff(dataset.targets) >= 0).all()
+        dataset.choose = folder.choose = None
         dataset.transform = folder.transform = lambda image: image
         got = [(image.numpy().tobytes(), target - 2) for image, target in dataset]
         assert sorted(got[2:]) == sorted(drawn(folder))
@@ -207,17 +200,14 @@ def test_numbers_and_folders_agree_on_the_classes(folders, data, numbers):
     """KEY.cls has the order 0 1 2 ... 10 11, folders have 0 1 10 11 2 ...: names decide."""
     files = images(folders, "val") | {f"n0000001{i}/x": b"no image" for i in range(2)}
     for part in PARTS:
-        if part == numbers:
-            pack(data / f"{part}.tar", numbered(files))
-        else:
-            pack(data / f"{part}.tar", {f"{int(k[1:9])}/{k}.jpg": v for k, v in files.items()})
+        as_folders = {f"{int(k[1:9])}/{k}.jpg": content for k, content in files.items()}
+        pack(data / f"{part}.tar", numbered(files) if part == numbers else as_folders)
     train_set, val_set = image_folders(str(data), 24)
-    assert train_set.classes == val_set.classes
     order = sorted(map(str, range(12)), key=int if numbers == "train" else None)
-    assert train_set.classes == order
+    assert train_set.classes == val_set.classes == order
     for dataset in (train_set, val_set):
         for name, target in zip(dataset.paths, dataset.targets, strict=True):
-            assert dataset.classes[target] == name.decode().partition("/")[0]
+            assert order[target] == name.decode().partition("/")[0]
 
 
 def test_a_class_without_images(folders, data):
@@ -233,10 +223,9 @@ def test_a_class_without_images(folders, data):
     as_tar_does(source, data)
     with pytest.raises(ValueError, match=r"^no images in .*/train/n00000009$"):
         image_folders(str(data), 24)
-    for part in PARTS:
-        files = images(folders, part).items()
-        left = {k: v for k, v in files if part == "train" or k[8] in "245"}
-        pack(data / f"{part}.tar", numbered(left))
+    pack(data / "train.tar", numbered(images(folders, "train")))
+    val = images(folders, "val").items()
+    pack(data / "val.tar", numbered({k: v for k, v in val if k[8] in "245"}))
     train_set, val_set = image_folders(str(data), 24)
     assert train_set.classes == val_set.classes == [str(i) for i in range(10)]
     assert sorted({*val_set.targets}) == [2, 4, 5]
@@ -268,15 +257,10 @@ def flip_a_header(path):
     change(path, lambda data: data[:start] + b"\xff" * 30 + data[start + 30 :])
 
 
-def pack_a_file(root, flags, make):
+def pack_a_link(root):
     (root / "n1").mkdir()
-    make(root / "n1/a.jpg")
-    tar(flags, root / "train.tar", "-C", root, "n1")
-
-
-def write_a_hole(path):
-    path.touch()
-    os.truncate(path, 1 << 20)
+    (root / "n1/a.jpg").symlink_to("b.jpg")
+    tar("-cf", root / "train.tar", "-C", root, "n1")
 
 
 def shards(root, *numbers):
@@ -299,30 +283,23 @@ def as_imagenets(root, size=None):
         os.truncate(root / f"{DEVKIT}.tar.gz", size)
 
 
-NO_FILE = r"/train.tar: n1/a.jpg is not a regular file: pack with tar --dereference$"
-NO_TAR = "is damaged, or not a tar archive: "
+NO_TAR = "is damaged, compressed, or no tar archive: "
 ERRORS = [
     (lambda r: cut(r / "train.tar", 60, 612), f"/train.tar {NO_TAR}unexpected end of data$"),
     (lambda r: cut(r / "train.tar", 60, 0), r"/train.tar is incomplete, or damaged at byte \d+: "),
     (lambda r: flip_a_header(r / "val.tar"), r"/val.tar is incomplete, or damaged at byte \d+: "),
-    (lambda r: (r / "train.tar").write_text("text" * 999), f"/train.tar {NO_TAR}"),
     (lambda r: (r / "val.tar").write_text(""), f"/val.tar {NO_TAR}empty file$"),
     (lambda r: change(r / "val.tar", lambda data: 2 * data), "/val.tar is several archives in one"),
-    (lambda r: change(r / "train.tar", gzip.compress), "/train.tar is compressed.* /.*/train.tar$"),
-    (lambda r: (r / "val.tar").rename(r / "val.tar.zst"), "/val.tar.zst is .* /.*/val.tar$"),
-    (lambda r: pack_a_file(r, "-cf", lambda path: path.symlink_to("b.jpg")), NO_FILE),
-    (lambda r: pack_a_file(r, "-cSf", write_a_hole), NO_FILE),
+    (lambda r: change(r / "train.tar", gzip.compress), f"/train.tar {NO_TAR}"),
+    (lambda r: (r / "val.tar").rename(r / "val.tar.zst"), "no folder .*/val: .*, not compressed$"),
+    (pack_a_link, "/train.tar: n1/a.jpg is not a regular file: pack with tar --dereference$"),
     (lambda r: pack(r / "train-0.tar", {}), " both train.tar and train-0.tar: move one of them"),
-    (lambda r: pack(r / "ILSVRC2012_img_val.tar", {}), " both val.tar and ILSVRC2012_img_val.tar"),
-    (lambda r: shards(r, "00", "02"), " has train-02.tar where train shard 1 should be: "),
-    (lambda r: shards(r, "01", "02"), " has train-01.tar where train shard 0 should be: "),
-    (lambda r: shards(r, "0", "1", "01"), " has train-1.tar where train shard 2 should be: "),
+    (lambda r: shards(r, "00", "02"), ": number train-00.tar train-02.tar from 0"),
+    (lambda r: shards(r, "0", "1", "01"), ": number train-0.tar train-01.tar train-1.tar"),
     (lambda r: label(r, a=None), "/train.tar has no images in classes: .*tar -cf train.tar -C tr"),
     (lambda r: label(r, a="0", b=None), "/train.tar: there is no b.cls beside b.jpg$"),
     (lambda r: label(r, a="cat"), "/train.tar: a.cls is 'cat', not the number of a class$"),
     (lambda r: label(r, a="0", b="2"), ": a KEY.cls has class 2, but none has class 1: number "),
-    (lambda r: label(r, a="1", b="2"), ": a KEY.cls has class 2, but none has class 0: number "),
-    (lambda r: label(r, a="0", b="9" * 11), ": a KEY.cls has class 9{11}, but none has class 1: "),
     (as_imagenets, f"^no /.*/{DEVKIT}.tar.gz: it has the classes of the images in /.*_val.tar$"),
     (lambda r: as_imagenets(r, 10**4), "t12.tar.gz has the classes of 1 images, not 50$"),
     (lambda r: as_imagenets(r, 200), "^cannot read /.*t12.tar.gz: "),
@@ -357,64 +334,21 @@ def indexed(data):
     return train_set
 
 
-def test_an_index_is_used_only_if_it_is_good(archives, cache, capsys):
+def test_an_index_is_used_only_if_it_is_good(archives, capsys):
     pixels = drawn(indexed(archives))
     assert capsys.readouterr().out.count("indexing") == 2
     indexed(archives)
     assert capsys.readouterr().out == ""
-    (index,) = cache.glob("train-*.npz")
+    (index,) = archives.parent.glob("cache/archives/train-*.npz")
     good = index.read_bytes()
     middle = len(good) // 2
-    flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
-    for damaged in (good[:-2000], b"", b"text", flipped, None):
-        if damaged is None:
-            os.utime(archives / "train.tar", ns=(0, 0))
-        else:
-            index.write_bytes(damaged)
+    for damaged in (b"", good[:-2000], good[:middle] + b"other" + good[middle + 5 :]):
+        index.write_bytes(damaged)
         assert drawn(indexed(archives)) == pixels
         assert capsys.readouterr().out == f"indexing {archives}/train.tar, once\n"
-
-
-def test_an_archive_that_was_replaced(folders, archives):
-    """While the old one is open: a notebook that makes the data set anew reads the new one."""
-    drawn(indexed(archives))
-    files = images(folders, "val") | {f"{wnid}/x.jpg": b"no image" for wnid in WNIDS}
-    pack(archives / "new", files)
-    (archives / "new").rename(archives / "train.tar")
-    train_set, val_set = image_folders(str(archives), 24)
-    train_set.transform = val_set.transform
-    assert [draw(train_set, i) for i in range(5)] == drawn(val_set)[:5]
-
-
-def test_folders_that_link_to_one_store(folders, tmp_path, capsys):
-    """Neither makes an index anew, and nothing is written but in the cache."""
-    for name in ("store", "x", "y", "z"):
-        (tmp_path / name).mkdir()
-    as_tar_does(folders, tmp_path / "store")
-    (tmp_path / "store/other.tar").write_bytes((tmp_path / "store/train.tar").read_bytes())
-    for name, archive in (("x", "train.tar"), ("y", "train.tar"), ("z", "other.tar")):
-        (tmp_path / name / "train.tar").symlink_to(tmp_path / "store" / archive)
-        (tmp_path / name / "val.tar").symlink_to(tmp_path / "store/val.tar")
-    for name in "xyz":
-        indexed(tmp_path / name)
-    assert capsys.readouterr().out.count("indexing") == 3  # train.tar, other.tar and val.tar
-    for name in "zxyzyx":
-        assert indexed(tmp_path / name).path(0).startswith(f"{tmp_path}/{name}/train.tar:")
-        assert sorted(os.listdir(tmp_path / name)) == ["train.tar", "val.tar"]
-    assert capsys.readouterr().out == ""
-    assert sorted(os.listdir(tmp_path / "store")) == ["other.tar", "train.tar", "val.tar"]
-
-
-def ends(function, processes=1):
-    """The exit codes of processes that start together and call function()."""
-    started = [
-        multiprocessing.get_context("fork").Process(target=function) for _ in range(processes)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    return [process.exitcode for process in started]
+    os.utime(archives / "train.tar", ns=(0, 0))  # it may be another one
+    indexed(archives)
+    assert "indexing" in capsys.readouterr().out
 
 
 def test_processes_that_start_together_make_an_index_once(archives, monkeypatch, capfd):
@@ -425,32 +359,17 @@ def test_processes_that_start_together_make_an_index_once(archives, monkeypatch,
         return make(*arguments)
 
     monkeypatch.setattr(module, "make_index", slow)
-    assert ends(lambda: indexed(archives), processes=3) == [0, 0, 0]
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=indexed, args=[archives]) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert capfd.readouterr().out.count("indexing") == 2
 
 
-def test_killed_while_it_writes_the_index(archives, cache, monkeypatch):
-    """Before the index has its name: the next start makes it again."""
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        assert ends(lambda: indexed(archives)) == [-signal.SIGKILL]
-    assert not list(cache.glob("*.npz"))
-    indexed(archives)
-    assert len(list(cache.glob("*.npz"))) == 2
-
-
-def test_an_index_that_was_not_used_for_long_is_removed(archives, cache):
-    indexed(archives)
-    (old,), (used,) = cache.glob("train-*.npz"), cache.glob("val-*.npz")
-    os.utime(old, (time.time() - 40 * 86400,) * 2)
-    os.utime(archives / "train.tar", ns=(0, 0))
-    indexed(archives)
-    assert used.exists() and not old.exists() and len(list(cache.glob("*.npz"))) == 2
-
-
-def test_an_index_that_cannot_be_written(archives, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "file"))
-    message = r"^cannot write .*/file/archives/train-.*: Not a directory: set TORCH_HOME to a fol"
-    with pytest.raises(ValueError, match=message):
+def test_an_index_that_cannot_be_written(archives, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", f"{archives}/train.tar")
+    with pytest.raises(ValueError, match=r"set TORCH_HOME to a folder that can be written$"):
         indexed(archives)

@@ -6,21 +6,24 @@ import errno
 import fcntl
 import functools
 import io
+import multiprocessing
 import os
-import pickle
 import random
 import re
 import resource
 import shutil
 import signal
 import stat
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import load, rows, same_state
+from torch.utils._pytree import tree_map
 
 from common import checkpoint
 from common.checkpoint import Run, fingerprint, read_checkpoint
@@ -29,38 +32,30 @@ from tests import nets
 from tests.runs import STEPS, Images, arguments, opened, parts, read, save, train_a_step, write
 
 NAMES = ["checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"]
+FORK = multiprocessing.get_context("fork")
 GO_ON = SimpleNamespace(agreed=False)  # nobody asks the run to stop
 
 
 def content(folder):
-    """What is in a folder and below: {path: (kind and content, time of the last change)}."""
+    """What is in a folder and below, but for the lock: {path: (content, time of the change)}."""
     found = {}
-    for path in sorted(Path(folder).rglob("*")):
+    for path in Path(folder).rglob("*"):
         state = path.lstat()
         data = path.read_bytes() if stat.S_ISREG(state.st_mode) else stat.S_IFMT(state.st_mode)
-        found[str(path.relative_to(folder))] = data, state.st_mtime_ns
+        if path.name != ".lock":
+            found[str(path.relative_to(folder))] = data, state.st_mtime_ns
     return found
 
 
-def fork(function):
-    """Call it in a process of its own; returns its pid. It may save, but not train: the threads of
-    this process, which torch waits for, are not there.
+def in_child(function, *args):
+    """Its exit code. A lock keeps processes apart, not the runs of one.
+
+    It may save, but not train: the threads of this process, which torch waits for, are not there.
     """
-    pid = os.fork()
-    if pid:
-        return pid
-    signal.alarm(60)
-    try:
-        function()
-        os._exit(0)
-    except BaseException as error:
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        os._exit(1)
-
-
-def in_child(function):
-    """Its exit code. A lock keeps processes apart, not the runs of one."""
-    return os.waitstatus_to_exitcode(os.waitpid(fork(function), 0)[1])
+    process = FORK.Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    return process.exitcode
 
 
 def save_epochs(run, *epochs):
@@ -69,17 +64,12 @@ def save_epochs(run, *epochs):
 
 
 def refused(folder, message, *given, **more):
-    """A run is refused with this message, and changes nothing."""
+    """A run is refused with one line, which matches, and changes nothing."""
     before = content(folder)
-    with pytest.raises((ValueError, OSError), match=message):
+    with pytest.raises((ValueError, OSError), match=message) as error:
         opened(folder, *given, **more)
-    after = content(folder)
-    after.pop(".lock", None)
-    before.pop(".lock", None)
-    assert after == before
-
-
-# What is saved is what goes on.
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert content(folder) == before
 
 
 def restored(folder, make=parts, **more):
@@ -90,20 +80,13 @@ def restored(folder, make=parts, **more):
 
 
 def test_what_is_saved_is_what_is_restored(tmp_path):
-    saved = write(tmp_path, 2)
-    net, optimizer, scaler, meters = parts()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(1)
-    run = read(tmp_path)
-    assert (run.epoch, run.step, run.best_acc1) == (2, 0, 52.0)
-    run.attach(net, optimizer, scaler, meters)
-    for a, b in zip(net.parameters(), saved.net.parameters(), strict=True):
-        assert a.equal(b)
-        momentum = saved.optimizer.state[b]["momentum_buffer"]
-        assert momentum.any() and momentum.equal(optimizer.state[a]["momentum_buffer"])
-    assert sorted(os.listdir(tmp_path)) == sorted([*NAMES, ".lock", "metrics.jsonl"])
+    write(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, ".lock", "metrics.jsonl"}
     assert [load(tmp_path, name)["epoch"] for name in NAMES] == [2, 1, 2]
+    run = opened(tmp_path)
+    assert (run.epoch, run.step, run.best_acc1) == (2, 0, 52.0)
+    for weight in run.net.parameters():
+        assert run.optimizer.state[weight]["momentum_buffer"].any()
     run.save()
     assert same_state(load(tmp_path), load(tmp_path, NAMES[1]))
 
@@ -117,9 +100,7 @@ def with_buffers(scaled=True):
 
 def test_in_mid_epoch_all_is_restored(tmp_path):
     """BatchNorm's statistics, sums, the loss scale; and momentum lies as its weight does."""
-    run = opened(tmp_path)
-    net, optimizer, scaler, meters = made = with_buffers()
-    run.attach(*made)
+    run, net, optimizer, scaler, meters = restored(tmp_path, with_buffers)
     scaler.scale(net(torch.rand(4, 3, 24, 24)).sum()).backward()
     scaler.step(optimizer)
     scaler.update(1024.0)
@@ -178,7 +159,9 @@ def one_cycle(folder, optimizer_type, *ends, **more):
             patience.bad_epochs += 1
             patience.average += run.step
         run.save()
-    return load(folder)
+    found = load(folder)
+    assert found["more"]["scheduler"]["last_epoch"] == found["more"]["patience"]["bad_epochs"] == 7
+    return tree_map(lambda x: x.tolist() if torch.is_tensor(x) else x, found)
 
 
 @pytest.mark.parametrize(
@@ -187,20 +170,15 @@ def one_cycle(folder, optimizer_type, *ends, **more):
     ids=["SGD", "AdamW"],
 )
 def test_a_schedule_and_a_state_of_ones_own_go_on(tmp_path, optimizer, more):
-    """A scheduler that started anew would train on at a wrong rate, and nothing would say so."""
+    """To the bit. A scheduler that started anew would train on at a wrong rate, unnoticed."""
     straight = one_cycle(tmp_path / "a", optimizer, 7, **more)
     broken = one_cycle(tmp_path / "b", optimizer, 4, 7, **more)
-    assert straight["more"]["scheduler"] == broken["more"]["scheduler"]
-    assert straight["more"]["scheduler"]["last_epoch"] == 7
-    assert broken["more"]["patience"]["bad_epochs"] == 7
-    assert straight["more"]["patience"]["average"].equal(broken["more"]["patience"]["average"])
-    for key, weight in straight["state_dict"].items():
-        assert weight.equal(broken["state_dict"][key]), key
-    assert straight["optimizer"]["param_groups"] == broken["optimizer"]["param_groups"]
+    for key in ("state_dict", "optimizer", "more", "meters"):
+        assert straight[key] == broken[key], key
 
 
-def test_what_the_command_line_changes_is_changed(tmp_path):
-    """And what it leaves is the checkpoint's, though a scheduler has moved it."""
+def test_what_the_script_changes_is_changed(tmp_path):
+    """And what it leaves is the checkpoint's, though a scheduler has moved it: the rate too."""
     run = opened(tmp_path)
     run.optimizer.param_groups[0] |= {"momentum": 0.85, "lr": 0.03, "weight_decay": 0.5}
     run.save()
@@ -211,39 +189,37 @@ def test_what_the_command_line_changes_is_changed(tmp_path):
     assert (group["momentum"], group["lr"], group["weight_decay"]) == (0.85, 0.03, 0.25)
 
 
-def using(make):
-    """parts() with the optimizer that make(net) gives."""
+def test_a_scheduler_goes_on_with_its_own_rates(tmp_path):
+    """Whatever --lr says now: its state has the rates of the run that it was saved in."""
 
-    def made():
+    def stepped(lr, steps):
         net, _, scaler, meters = parts()
-        return net, make(net), scaler, meters
-
-    return made
-
-
-adamw = using(lambda net: torch.optim.AdamW(net.parameters()))
-lbfgs = using(lambda net: torch.optim.LBFGS(net.parameters()))
-no_momentum = using(lambda net: torch.optim.SGD(net.parameters(), 0.1))
-four_groups = using(lambda net: torch.optim.SGD([{"params": [x]} for x in net.parameters()], 0.1))
-a_weight_less = using(lambda net: torch.optim.SGD([*net.parameters()][1:], 0.1))
-
-
-@pytest.mark.parametrize("make", [adamw, lbfgs, no_momentum])
-def test_another_optimizer_is_saved_and_goes_on(tmp_path, make):
-    """Numbers beside what is shaped as the weight, lists, None: whatever its state is."""
-    states = []
-    for step in (1, 2):
-        run, net, optimizer, *_ = restored(tmp_path, make)
-        assert (run.epoch, run.step) == (0, step - 1)
-        if states:
-            assert repr(optimizer.state_dict()["state"]) == states[-1]
-        loss = net(torch.ones(2, 3, 24, 24)).square().sum()
-        loss.backward()
-        optimizer.step(*([lambda loss=loss: loss] if make is lbfgs else []))
-        run.step = step
+        optimizer = torch.optim.SGD(net.parameters(), lr)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=9)
+        run = read(tmp_path)
+        run.attach(net, optimizer, scaler, meters, scheduler=scheduler)
+        rates = [optimizer.param_groups[0]["lr"]]
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
         run.save()
-        states.append(repr(optimizer.state_dict()["state"]))
-    assert states[0] != states[1] or make is no_momentum
+        return rates
+
+    before, after = stepped(0.1, 3), stepped(0.5, 2)
+    assert before[-1] == after[0] and before == sorted(before)
+    assert after[2] - after[1] == pytest.approx(before[2] - before[1])
+
+
+def adamw():
+    net, _, scaler, meters = parts()
+    return net, torch.optim.AdamW(net.parameters()), scaler, meters
+
+
+def four_groups():
+    net, _, scaler, meters = parts()
+    groups = [{"params": [weight]} for weight in net.parameters()]
+    return net, torch.optim.SGD(groups, 0.1), scaler, meters
 
 
 def other_model():
@@ -257,70 +233,85 @@ def more_meters():
 
 
 @pytest.mark.parametrize(
-    "before, now, message",
+    "now, more, message",
     [
-        (adamw, parts, "has the optimizer state of AdamW, but this script has SGD"),
-        (parts, adamw, "has the optimizer state of SGD, but this script has AdamW"),
-        (parts, other_model, "does not fit the model: .*Missing key.*running_mean"),
-        (parts, four_groups, "has weights in groups of 4, but this script has 1, 1, 1, 1$"),
-        (parts, a_weight_less, "has weights in groups of 4, but this script has 3$"),
-        (parts, more_meters, "has half an epoch's meters of loss, but this .* has acc@10, loss$"),
-        (more_meters, parts, "has half an epoch's meters of acc@10, loss, but this .* has loss$"),
+        (adamw, {}, "has the optimizer SGD, but this run has AdamW$"),
+        (other_model, {}, "does not fit the model: .*Missing key.*running_mean"),
+        (four_groups, {}, r"has weights in groups of \[4\], but this run has \[1, 1, 1, 1\]$"),
+        (more_meters, {}, r"has half an epoch of \['loss'\], but this run has \['acc@10', 'loss'"),
+        (parts, {"ema": None}, r"has the state of \['ema'\], but this run has \[\]$"),
+        (parts, {"mine": Patience()}, "has the state of .*, but this run has .*'mine'"),
+        (parts, {"ema": nets.normed(10)}, "does not fit ema: .*Missing key"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_one_line(tmp_path, before, now, message):
+def test_a_checkpoint_of_something_else_is_one_line(tmp_path, now, more, message):
     run = opened(tmp_path)
-    run.attach(*before())
+    run.attach(*parts(), ema=nets.plain(10))
     run.step = 5
     run.save()
-    path = re.escape(str(tmp_path / "checkpoint.pth"))
-    with pytest.raises(ValueError, match=f"^{path} {message}") as raised:
-        restored(tmp_path, now)
+    more = {name: part for name, part in ({"ema": nets.plain(10)} | more).items() if part}
+    with pytest.raises(ValueError, match=f"^{tmp_path}/checkpoint.pth {message}") as raised:
+        restored(tmp_path, now, **more)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
 
 
-def test_another_meter_may_begin_with_an_epoch(tmp_path):
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"images": Images(classes="0132456789")}, "class 2: 2, but this run has 3"),
+        ({"images": Images(classes="012345678")}, "class 9: 9, but this run has None"),
+        ({"arch": "b"}, "has --arch a, but this run has b"),
+    ],
+)
+def test_another_model_and_other_classes_are_refused(tmp_path, change, message):
     write(tmp_path, 1)
-    _, *_, meters = restored(tmp_path, more_meters)
-    assert meters["acc@10"].count == 0
-
-
-def test_what_more_is_saved_is_compared(tmp_path):
-    run = opened(tmp_path)
-    run.attach(*parts(), patience=Patience(), ema=nets.plain(10))
-    run.save()
-    for more, said in (({}, "nothing"), ({"patience": Patience()}, "patience")):
-        message = f"has the state of ema, patience, but this script has {said}$"
-        with pytest.raises(ValueError, match=message):
-            restored(tmp_path, **more)
-        # An evaluation needs the model alone; it takes what is there.
-        evaluating = read(tmp_path, evaluate=True)
-        evaluating.attach(*parts(), **more)
-    with pytest.raises(ValueError, match=r"does not fit ema: .*Missing key"):
-        restored(tmp_path, patience=Patience(), ema=nets.normed(10))
-    write(tmp_path / "without", 1)
-    with pytest.raises(ValueError, match=r"has the state of nothing, but this .* has patience$"):
-        restored(tmp_path / "without", patience=Patience())
-
-
-class Holding:
-    def __init__(self, value):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
+    for evaluate in (False, True):
+        refused(tmp_path, f"{message}$", evaluate=evaluate, **change)
 
 
 @pytest.mark.parametrize(
-    "value, named",
-    [(Patience(), "GLOBAL test_checkpoint.Patience"), (len, "GLOBAL len"), (lambda: 0, "lambda")],
+    "change, message",
+    [
+        ({"batch_size": 16}, "batch_size 8, but this run has 16"),
+        ({"seed": 7}, "seed 0, but this run has 7"),
+        ({"images": Images(81)}, "images 80, but this run has 81"),
+    ],
 )
-def test_a_state_that_could_not_be_read_again_is_said_at_once(tmp_path, value, named):
+def test_in_mid_epoch_the_order_of_images_may_not_change(tmp_path, change, message):
+    run = opened(tmp_path)
+    run.step = 5
+    run.save()
+    refused(tmp_path, f"has half an epoch of {message}$", **change)
+    assert read(tmp_path, evaluate=True, **change).step == 5
+    save(run, 1)
+    assert read(tmp_path, **change).epoch == 1
+
+
+def test_an_evaluation_needs_the_model_alone(tmp_path):
+    """It takes what else is there. It changes nothing, and needs no lock: it may read beside a run.
+
+    Only where there is no checkpoint that was asked for, there is nothing to evaluate.
+    """
+    run = write(tmp_path / "c", 1)
+    run.attach(*parts(), patience=Patience(), ema=nets.plain(10))
+    save(run, 2)
+    before = content(tmp_path)
+    for resume in (None, "auto", f"{tmp_path}/c/{NAMES[1]}"):
+        evaluating = read(tmp_path / "c", resume, evaluate=True)
+        evaluating.attach(*adamw(), patience=Patience())
+        assert evaluating.epoch == {None: 0, "auto": 2}.get(resume, 1)
+    with pytest.raises(ValueError, match=f"no checkpoint to evaluate in {tmp_path}/none"):
+        read(tmp_path / "none", evaluate=True)
+    assert content(tmp_path) == before
+
+
+def test_a_state_that_could_not_be_read_again_is_said_at_once(tmp_path):
     """Not at the resume: then it would be too late."""
-    message = f"^the state of mine holds more than tensors: .*{named}"
-    with pytest.raises(ValueError, match=message) as raised:
-        restored(tmp_path, mine=Holding(value))
-    assert "\n" not in str(raised.value)
+    for value, named in ((Patience(), "GLOBAL test_checkpoint.Patience"), (lambda: 0, ".*lambda")):
+        mine = SimpleNamespace(state_dict=lambda value=value: {"value": value})
+        message = f"^the state of mine holds more than tensors: {named}.*$"
+        with pytest.raises(ValueError, match=message):
+            restored(tmp_path, mine=mine)
 
 
 def test_keys_are_plain_python(tmp_path):
@@ -330,31 +321,8 @@ def test_keys_are_plain_python(tmp_path):
     run = opened(tmp_path, None, images, backend=torch.device("cpu"), data=tmp_path)
     save(run, 1, torch.tensor(60.0))
     found = read_checkpoint(str(tmp_path / "checkpoint.pth"))
-    assert found.keys() >= checkpoint.KEYS
-    assert type(found["args"]) is dict and found["args"]["data"] == str(tmp_path)
-    assert found["classes"] == Images().classes and type(found["best_acc1"]) is float
-    assert opened(tmp_path, images=images).epoch == 1
-
-
-def test_a_checkpoint_of_an_older_version_goes_on(tmp_path):
-    """It has no type of optimizer, no early end, and nothing more."""
-    write(tmp_path, 2)
-    state = load(tmp_path)
-    for key in ("ended", "optimizer_type", "given", "more", "line"):
-        del state[key]
-    torch.save(state, tmp_path / "checkpoint.pth")
-    run = opened(tmp_path)
-    save(run, 3)
-    assert same_state(load(tmp_path), {**state, "epoch": 3, "best_acc1": 53.0})
-
-
-def test_the_flags_that_describe_the_model_are_the_checkpoints(tmp_path):
-    write(tmp_path, 1, arch="resnet34", image_size=32, seed=5)
-    run = read(tmp_path, arch=None, image_size=None)
-    assert (run.args.arch, run.args.image_size, run.args.seed) == ("resnet34", 32, 0)
-    assert read(tmp_path, arch=None, image_size=48).args.image_size == 48
-    with pytest.raises(ValueError, match="holds a resnet34, not the --arch vgg11"):
-        read(tmp_path, arch="vgg11")
+    assert found["args"]["data"] == str(tmp_path) and found["classes"] == Images().classes
+    assert opened(tmp_path, images=images).best_acc1 == 60
 
 
 # The best, the end, and what is left.
@@ -370,33 +338,22 @@ def test_only_a_better_validation_is_the_best(tmp_path):
     run.save()  # within an epoch: no validation, no line
     assert load(tmp_path)["step"] == 3 and load(tmp_path, "model_best.pth")["step"] == 0
     assert [row["epoch"] for row in rows(tmp_path)] == [1, 2, 3, 4]
-    run = opened(tmp_path)
-    save(run, 5, 51.2)  # the best of the run before it counts too
-    assert load(tmp_path, "model_best.pth")["epoch"] == 4 and run.best_acc1 == 51.5
-
-
-def test_every_rank_knows_the_best(tmp_path):
-    write(tmp_path, 1)
-    for rank in (0, 1):
+    for rank in (1, 0):  # each knows the best of the run before it
         run = Run(arguments(tmp_path), rank, 2)
         run.plan(Images(), STEPS)
-        assert run.best_acc1 == 51.0
         run.step = STEPS
-        assert not run.end_epoch(51.0) and (run.epoch, run.step) == (2, 0)
-        assert run.end_epoch(51.1) and run.best_acc1 == 51.1
+        assert not run.end_epoch(51.5) and (run.epoch, run.step) == (5, 0)
+        assert run.end_epoch(51.6) and run.best_acc1 == 51.6
 
 
-@pytest.mark.parametrize("score", [0.0, -3.5])
-def test_the_first_validation_of_a_folder_is_its_best(tmp_path, score):
-    """Also where all predictions are wrong, and where the run came from another folder."""
-    save(opened(tmp_path / "a"), 1, score)
-    assert load(tmp_path / "a", "model_best.pth")["best_acc1"] == score
-    write(tmp_path / "b", 3)
-    run = opened(tmp_path / "c", str(tmp_path / "b/model_best.pth"))
+def test_the_first_validation_of_a_folder_is_its_best(tmp_path):
+    """Whatever the score, also where the run came from another folder."""
+    write(tmp_path / "a", 3)
+    save(opened(tmp_path / "b"), 4, -3.5)
+    run = opened(tmp_path / "c", str(tmp_path / "a/model_best.pth"))
     assert not (tmp_path / "c/metrics.jsonl").exists()
-    save(run, 4, score)
-    assert load(tmp_path / "c", "model_best.pth")["epoch"] == 4
-    assert load(tmp_path / "b", "model_best.pth")["epoch"] == 3
+    save(run, 4, 0.0)
+    assert [load(tmp_path / name, "model_best.pth")["epoch"] for name in "abc"] == [3, 4, 4]
 
 
 def left(run):
@@ -407,6 +364,7 @@ def left(run):
         run.step = end
         run.end_epoch(0)
         run.save({"epoch": run.epoch, "step": run.step}, False)
+    assert run.finished()
     return found
 
 
@@ -415,31 +373,22 @@ def test_what_is_left(tmp_path):
     assert left(opened(tmp_path, max_steps=14)) == left(opened(tmp_path, max_steps=3)) == []
     run = opened(tmp_path, epochs=3)
     assert next(run.remaining(GO_ON)) == (1, 4, 10)
+    assert list(run.remaining(SimpleNamespace(agreed=True))) == []
+    assert list(opened(tmp_path, evaluate=True).remaining(GO_ON)) == []
     run.step = 10
     run.save()  # trained, and not validated yet
     run = opened(tmp_path, max_steps=20)
-    assert not run.finished() and left(run) == [(1, 10, 10)] and run.finished()
-    run = opened(tmp_path, epochs=3)
-    assert list(run.remaining(SimpleNamespace(agreed=True))) == []
-    assert list(opened(tmp_path, evaluate=True).remaining(GO_ON)) == []
-    assert left(run) == [(2, 0, 10)] and run.finished()
+    assert not run.finished() and left(run) == [(1, 10, 10)]
     places = [(row["epoch"], row["step"]) for row in rows(tmp_path)]
-    assert places == [(1, 0), (1, 4), (2, 0), (3, 0)]
+    assert places == [(1, 0), (1, 4), (2, 0)]
 
 
 def test_an_early_end_is_an_end(tmp_path):
     """Until more epochs are asked for, or the run goes on elsewhere."""
-    run = opened(tmp_path / "c", epochs=5)
-    for epoch, _, end in run.remaining(GO_ON):
-        run.step = end
-        run.end_epoch(0)
-        if epoch == 1:
-            run.end()
-        run.save({"epoch": run.epoch, "step": 0}, True)
-    assert run.finished() and run.epoch == 2
-    for epochs in (5, 4):
-        run = opened(tmp_path / "c", epochs=epochs)
-        assert run.finished() and list(run.remaining(GO_ON)) == []
+    run = write(tmp_path / "c", 1, epochs=5)
+    run.end()
+    save(run, 2)
+    assert left(opened(tmp_path / "c", epochs=5)) == left(opened(tmp_path / "c", epochs=4)) == []
     newest = str(tmp_path / "c/checkpoint.pth")
     for folder, epochs in (("c", 6), ("d", 5)):
         run = opened(tmp_path / folder, newest, epochs=epochs)
@@ -462,9 +411,10 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", [0, 50, 99, "flipped"])
-def test_the_previous_one_is_taken_for_a_damaged_one(tmp_path, how):
+def test_the_one_before_is_taken_for_a_damaged_one(tmp_path, how):
+    """The previous one, or else the best one; the damaged one is kept."""
     write(tmp_path, 2)
-    newest, previous = tmp_path / NAMES[0], tmp_path / NAMES[1]
+    newest, previous, best = (tmp_path / name for name in NAMES)
     damage(newest, how)
     bad = newest.read_bytes()
     refused(tmp_path, f"^{newest} is damaged", str(newest))
@@ -479,7 +429,12 @@ def test_the_previous_one_is_taken_for_a_damaged_one(tmp_path, how):
     assert kept.read_bytes() == bad and opened(tmp_path).damaged == []
     for path in (newest, previous):
         damage(path, how)
-    refused(tmp_path, f"{newest} is damaged .*; {previous} is damaged ")
+    run = opened(tmp_path)
+    assert (run.epoch, run.path, len(run.damaged)) == (2, str(best), 2)
+    save(run, 3)
+    for path in (newest, best):
+        damage(path, how)
+    refused(tmp_path, f"{newest} is damaged .*; {previous} is damaged .*; {best} is damaged")
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
@@ -500,20 +455,18 @@ def test_every_flipped_bit_is_noticed(tmp_path):
 
 class Command:
     def __reduce__(self):
-        return os.system, (f"touch {Command.path}",)
+        return os.mkdir, (Command.path,)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    Command.path = tmp_path / "ran"
-    pickle.loads(pickle.dumps(Command()))
-    assert Command.path.exists()  # it would
-    Command.path.unlink()
+    Command.path = str(tmp_path / "ran")
     write(tmp_path / "c", 1)
-    found = load(tmp_path / "c")
-    torch.save({**found, "args": Command()}, tmp_path / "c/checkpoint.pth")
-    message = "is not loaded, it holds more than tensors: GLOBAL posix.system$"
+    torch.save({**load(tmp_path / "c"), "args": Command()}, tmp_path / "c/checkpoint.pth")
+    message = "is not loaded, it holds more than tensors: GLOBAL posix.mkdir$"
     refused(tmp_path / "c", message)
-    assert not Command.path.exists()
+    assert not os.path.exists(Command.path)
+    torch.load(tmp_path / "c/checkpoint.pth", weights_only=False)
+    assert os.path.exists(Command.path)  # it would
 
 
 class Failing(io.FileIO):
@@ -526,51 +479,38 @@ class Failing(io.FileIO):
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
-    """Nor is one for which there is no memory."""
+    """It stays where it is, for the disk may come back."""
     write(tmp_path, 2)
     newest, really_open = str(tmp_path / NAMES[0]), builtins.open
 
     def failing_open(path, *rest, **more):
         return Failing(path) if path == newest else really_open(path, *rest, **more)
 
-    def no_memory(_):
-        raise MemoryError("no memory")
-
-    before = content(tmp_path)
-    for owner, name, double, raised in (
-        (builtins, "open", failing_open, OSError),
-        (zipfile.ZipFile, "testzip", no_memory, MemoryError),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, double)
-            with pytest.raises(raised, match=f"cannot read {newest}: .*|no memory"):
-                opened(tmp_path)
-        assert content(tmp_path) == before and read_checkpoint(newest)["epoch"] == 2
-    os.remove(newest)
-    os.mkdir(newest)  # as one without permission, which stops no root
-    refused(tmp_path, f"cannot read {newest}: .*Is a directory")
+    monkeypatch.setattr(builtins, "open", failing_open)
+    with pytest.raises(OSError, match=f"cannot read {newest}: .*Input/output error"):
+        opened(tmp_path)
+    monkeypatch.undo()
+    assert opened(tmp_path).path == newest
 
 
-@pytest.mark.parametrize("name, number", [("weight", "nan"), ("weight", "inf"), ("mean", "nan")])
-def test_weights_that_are_not_finite_are_not_saved(tmp_path, name, number):
+@pytest.mark.parametrize(
+    "spoil, error, message",
+    [
+        (lambda run: run.net[0].weight.data.view(-1)[0].fill_(torch.nan), FloatingPointError, "0"),
+        (lambda run: run.net[0].weight.data.view(-1)[0].fill_(torch.inf), FloatingPointError, "0"),
+        (lambda run: run.net[1].mean.fill_(torch.nan), FloatingPointError, "1.mean holds NaN"),
+        (lambda run: setattr(run, "epoch", torch.ones(2)), TypeError, "serializable"),
+    ],
+    ids=["NaN", "infinity", "buffer", "no JSON"],
+)
+def test_what_is_not_finite_or_no_json_is_not_saved(tmp_path, spoil, error, message):
+    """And changes nothing."""
     run = write(tmp_path, 2)
-    train_a_step(run)
-    run.net.register_buffer("running_mean", torch.zeros(3))
-    with torch.no_grad():
-        broken = run.net[0].weight if name == "weight" else run.net.running_mean
-        broken.flatten()[0] = float(number)
+    run.net[1].register_buffer("mean", torch.zeros(3))
+    spoil(run)
     before = content(tmp_path)
-    with pytest.raises(FloatingPointError, match=name):
-        save(run, 3)
-    assert content(tmp_path) == before
-
-
-def test_a_row_that_is_no_json_is_an_error_before_anything_is_written(tmp_path):
-    run = write(tmp_path, 2)
-    before = content(tmp_path)
-    run.epoch = 3
-    with pytest.raises(TypeError):
-        run.save({"epoch": 3, "step": 0, "val_loss": torch.tensor(1.0)}, True)
+    with pytest.raises(error, match=message):
+        run.save({"epoch": run.epoch, "step": 0}, True)
     assert content(tmp_path) == before
 
 
@@ -578,7 +518,7 @@ def test_a_row_that_is_no_json_is_an_error_before_anything_is_written(tmp_path):
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, share):
     """A limit of the size of a file: what lies beyond it cannot be written."""
     run = write(tmp_path, 2)
-    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    before = content(tmp_path)
     run.step = 5
 
     def save_on_full_disk():
@@ -590,7 +530,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, share):
             run.save()
 
     assert in_child(save_on_full_disk) == 0
-    assert before == {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    assert content(tmp_path) == before
 
 
 # A folder only goes forward, and belongs to one run.
@@ -612,193 +552,87 @@ def test_each_file_of_a_run_makes_the_folder_its_own(tmp_path, name):
         assert run.epoch == load(tmp_path / "whole", name)["epoch"]
         save(run, 3)
         assert load(folder)["epoch"] == rows(folder)[-1]["epoch"] == 3
-
-
-def test_a_link_without_a_target_is_a_run_too(tmp_path):
-    """Of a disk that is not mounted: what is behind it must not be replaced."""
-    (tmp_path / NAMES[0]).symlink_to("/not/mounted/checkpoint.pth")
+    # On a disk that is not mounted now: what is behind the link must not be replaced.
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / name).symlink_to("/not/mounted")
     for resume in (None, "auto"):
-        refused(tmp_path, r"checkpoint\.pth", resume)
-    assert (tmp_path / NAMES[0]).is_symlink()
+        refused(other, name, resume)
 
 
-def test_an_older_checkpoint_goes_on_elsewhere(tmp_path):
-    """However it is named: in its own folder it would have to replace the newer one."""
+def test_only_the_newest_goes_on_in_its_folder(tmp_path):
+    """By whatever name. An older one would replace the newer one: it goes on elsewhere."""
     run = write(tmp_path / "c", 1)
     save(run, 2, 0.0)
     save(run, 3, 0.0)
-    (tmp_path / "outside.pth").symlink_to("c/model_best.pth")
-    (tmp_path / "also_c").symlink_to("c")
-    shutil.copy(tmp_path / "c/model_best.pth", tmp_path / "c/copy.pth")
-    older = {"c/checkpoint.prev.pth": 2, "c/model_best.pth": 1, "outside.pth": 1, "c/copy.pth": 1}
+    (tmp_path / "best.pth").symlink_to("c/model_best.pth")
+    (tmp_path / "newest.pth").symlink_to("c/checkpoint.pth")
+    (tmp_path / "d").symlink_to("c")
     before = content(tmp_path / "c")
-    for name, epoch in older.items():
-        for folder in ("c", "also_c"):
+    for name, epoch in (("c/checkpoint.prev.pth", 2), ("d/model_best.pth", 1), ("best.pth", 1)):
+        for folder in "cd":
             message = r"not the newest .*: give another --checkpoint-dir to continue it"
             refused(tmp_path / folder, message, f"{tmp_path}/{name}")
-        run = opened(tmp_path / "new" / name, f"{tmp_path}/{name}")
-        assert run.epoch == epoch
-        save(run, epoch + 1)
+        save(opened(tmp_path / "new" / name, f"{tmp_path}/{name}"), epoch + 1)
         assert load(tmp_path / "new" / name)["epoch"] == epoch + 1
     assert content(tmp_path / "c") == before
-
-
-@pytest.mark.parametrize("name", ["checkpoint.pth", "../link.pth", "../d/checkpoint.pth"])
-def test_the_newest_goes_on_by_any_of_its_names(tmp_path, name):
-    write(tmp_path / "c", 2)
-    (tmp_path / "link.pth").symlink_to("c/checkpoint.pth")
-    (tmp_path / "d").symlink_to("c")
-    save(opened(tmp_path / "c", f"{tmp_path}/c/{name}"), 3)
-    assert [load(tmp_path / "c", name)["epoch"] for name in NAMES] == [3, 2, 3]
-    assert [row["epoch"] for row in rows(tmp_path / "c")] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["relative", ".", "../Größe ü", os.fsdecode(b"\xff"), "link"])
-def test_what_is_locked_is_what_is_written(tmp_path, monkeypatch, name):
-    """Though the process goes elsewhere, and a link comes to point elsewhere, meanwhile."""
-    cwd = tmp_path / "here"
-    for folder in (cwd, cwd / "one", cwd / "two"):
-        folder.mkdir()
-    (cwd / "link").symlink_to("one")
-    target = (cwd / name).resolve()
-    monkeypatch.chdir(cwd)
-    run = opened(name)
-    monkeypatch.chdir("/")
-    (cwd / "link").unlink()
-    (cwd / "link").symlink_to("two")
-    save(run, 1)
-    assert {path.name for path in target.iterdir()} - {"one", "two", "link"} == {
-        *(".lock", "checkpoint.pth", "metrics.jsonl", "model_best.pth")
-    }
-    assert not os.listdir(cwd / "two")
+    for epoch, name in enumerate(("c/checkpoint.pth", "d/checkpoint.pth", "newest.pth"), 4):
+        save(opened(tmp_path / "c", f"{tmp_path}/{name}"), epoch)
+    assert [load(tmp_path / "c", name)["epoch"] for name in NAMES] == [6, 5, 6]
+    assert [row["epoch"] for row in rows(tmp_path / "c")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_only_our_own_temporary_files_are_removed(tmp_path):
-    theirs = ["notes.tmp", "results.csv.2024.tmp", "events.jsonl.1.tmp", "checkpoint.pth.tmp"]
-    theirs += ["checkpoint.pth.12.tmp.txt", "old_checkpoint.pth.12.tmp", "checkpoint.pth.old"]
+    theirs = ["notes.tmp", "results.csv.2024.tmp", "checkpoint.pth.tmp", "checkpoint.pth.old"]
     ours = [f"{name}.12.tmp" for name in (*NAMES, "metrics.jsonl", "checkpoint.damaged-1.pth")]
     for name in theirs + ours:
         (tmp_path / name).write_text(name)
-    save(opened(tmp_path), 1)
-    left = {".lock", "checkpoint.pth", "model_best.pth", "metrics.jsonl", *theirs}
-    assert {path.name for path in tmp_path.iterdir()} == left
+    opened(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", *theirs}
 
 
-def test_an_evaluation_changes_nothing(tmp_path):
-    """And needs no lock: it may read beside a run."""
-    write(tmp_path / "c", 2)
-    before = content(tmp_path)
-    for resume in (None, "auto", f"{tmp_path}/c/{NAMES[1]}"):
-        run = read(tmp_path / "c", resume, evaluate=True)
-        run.attach(*parts())
-        assert run.epoch == {None: 0, "auto": 2}.get(resume, 1)
-    with pytest.raises(ValueError, match=f"no checkpoint to evaluate in {tmp_path}/none"):
-        read(tmp_path / "none", evaluate=True)
-    assert content(tmp_path) == before
+@pytest.mark.parametrize("late", ["opens", "saves", "writes"])
+def test_without_locks_a_checkpoint_does_not_go_backward(tmp_path, monkeypatch, late):
+    """One has read, another trains on and ends: the first is stopped, wherever it is by then."""
 
-
-def test_who_comes_second_is_refused_until_the_first_has_ended(tmp_path):
-    """And then goes on from where that ended, not from where it stood before."""
-    write(tmp_path, 1)
-    locked, end = os.pipe(), os.pipe()
-
-    def first():
-        run = opened(tmp_path)
-        os.write(locked[1], b".")
-        os.read(end[0], 1)
-        save_epochs(run, 2, 3, 4, 5)
-
-    pid = fork(first)
-    os.read(locked[0], 1)
-    message = f"another run is writing to {tmp_path}: choose another --checkpoint-dir"
-    for resume in ("auto", str(tmp_path / NAMES[0]), None):
-        refused(tmp_path, message, resume)
-    assert read(tmp_path, evaluate=True).epoch == 1
-    os.write(end[1], b".")
-    assert os.waitpid(pid, 0)[1] == 0
-    assert opened(tmp_path).epoch == 5
-    # A killed process leaves no lock.
-    assert in_child(lambda: os.kill(opened(tmp_path) and os.getpid(), signal.SIGKILL)) == -9
-    assert opened(tmp_path).epoch == 5
-
-
-@pytest.fixture
-def no_locks(monkeypatch):
-    """As on a file system that has none, or others on each node."""
-
-    def refuse(*_):
+    def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-
-
-@pytest.mark.parametrize("begins", ["fresh", "continued"])
-@pytest.mark.parametrize("late", ["opens", "saves", "writes"])
-def test_without_locks_a_checkpoint_does_not_go_backward(
-    tmp_path, no_locks, monkeypatch, begins, late
-):
-    """One has read, another trains on and ends: the first is stopped, wherever it is by then."""
-    if begins == "continued":
-        write(tmp_path, 1)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    write(tmp_path, 1)
     stale = read(tmp_path)
     stale.attach(*parts())
     if late != "opens":
         stale.tidy_folder()
-    other, left = opened(tmp_path), {}
+    other, really_save = opened(tmp_path), torch.save
 
-    def train():
-        save_epochs(other, 2, 3, 4, 5)
-        left.update(content(tmp_path))
+    def save_meanwhile(*given):
+        monkeypatch.setattr(torch, "save", really_save)
+        save_epochs(other, 2, 3, 4)
+        really_save(*given)
 
     if late == "writes":  # the other one ends while the first one writes its file
-        really_save = torch.save
-
-        def save_meanwhile(*given):
-            monkeypatch.setattr(torch, "save", really_save)
-            train()
-            really_save(*given)
-
         monkeypatch.setattr(torch, "save", save_meanwhile)
-        stale.step = 5
     else:
-        train()
+        save_epochs(other, 2, 3, 4)
+    stale.step = 5
     message = r"checkpoint\.pth is not the one that this run last read or wrote: does another run"
     with pytest.raises(OSError, match=message):
-        {"opens": stale.tidy_folder, "writes": stale.save}.get(late, lambda: save(stale, 2))()
-    after = content(tmp_path)
-    for name in [name for name in left if name.endswith(".tmp")]:
-        del left[name]  # the first one's own, which it removes
-    assert after == left and load(tmp_path)["epoch"] == 5
-
-
-@pytest.mark.parametrize("saved", [0, 2])
-def test_a_folder_that_is_moved_and_made_anew(tmp_path, saved):
-    """The lock has moved with it: what is in the new one is not replaced."""
-    run = write(tmp_path / "c", saved)
-    (tmp_path / "c").rename(tmp_path / "moved")
-    if saved:
-        with pytest.raises(OSError, match="or was it moved"):
-            run.save()
-    assert in_child(lambda: save_epochs(opened(tmp_path / "c"), 1, 2, 3)) == 0
-    before = content(tmp_path)
-    with pytest.raises(OSError, match=f"{tmp_path}/c/checkpoint.pth is not .* or was it moved"):
-        run.save()
-    assert content(tmp_path) == before
+        stale.tidy_folder() if late == "opens" else stale.save()
+    assert [load(tmp_path, name)["epoch"] for name in NAMES] == [4, 3, 4]
+    assert [row["epoch"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_copied_checkpoint_is_the_same(tmp_path):
     """Only what it holds counts: on network file systems inodes and times change by themselves."""
     run = write(tmp_path, 1)
-    shutil.copy(tmp_path / NAMES[0], tmp_path / "copy")
-    os.replace(tmp_path / "copy", tmp_path / NAMES[0])
+    data = (tmp_path / NAMES[0]).read_bytes()
+    (tmp_path / NAMES[0]).unlink()
+    (tmp_path / NAMES[0]).write_bytes(data)
     save(run, 2)
-    assert load(tmp_path)["epoch"] == 2
 
 
-# metrics.jsonl goes with the checkpoint.
-
-
-def test_resume_cuts_what_the_checkpoint_did_not_commit(tmp_path):
+def test_resume_cuts_from_metrics_what_the_checkpoint_did_not_commit(tmp_path):
     write(tmp_path, 2)
     path = tmp_path / "metrics.jsonl"
     first, second = path.read_bytes().splitlines(keepends=True)
@@ -813,51 +647,7 @@ def test_resume_cuts_what_the_checkpoint_did_not_commit(tmp_path):
     assert path.stat().st_ino == inode  # there was nothing to cut
 
 
-def test_a_line_that_the_checkpoint_committed_is_there(tmp_path):
-    write(tmp_path, 2)
-    path = tmp_path / "metrics.jsonl"
-    first, second = path.read_text().splitlines(keepends=True)
-    for before, after in ((first + second[:-5], first + second), (first, first + second)):
-        path.write_text(before)
-        opened(tmp_path)
-        assert path.read_text() == after
-    run = opened(tmp_path / "elsewhere", str(tmp_path / NAMES[0]))
-    assert run.epoch == 2 and not (tmp_path / "elsewhere/metrics.jsonl").exists()
-
-
 # The same classes and images, whoever reads them.
-
-
-@pytest.mark.parametrize("evaluate", [False, True])
-def test_other_classes_are_refused(tmp_path, evaluate):
-    write(tmp_path, 1)
-    for classes, expected in (
-        ("0123456x89", "was trained on other classes: class 7 is '7' in it and 'x' in --data"),
-        ("0132456789", "was trained on other classes: class 2 is '2' in it and '3' in --data"),
-        ("012345678", "has 10 classes, --data 9"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            read(tmp_path, "auto", Images(classes=classes), evaluate=evaluate)
-
-
-@pytest.mark.parametrize(
-    "before, now, change",
-    [
-        ("--batch-size 8", 16, {"batch_size": 16}),
-        ("--seed 0", 7, {"seed": 7}),
-        ("number of images 80", 81, {"images": Images(81)}),
-    ],
-)
-def test_in_mid_epoch_the_order_of_images_may_not_change(tmp_path, before, now, change):
-    run = opened(tmp_path)
-    run.step = 5
-    run.save()
-    message = f"saved in the middle of an epoch with {before}: it cannot continue with {now}$"
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path, **change)
-    assert read(tmp_path, evaluate=True, **change).step == 5
-    save(run, 1)
-    assert read(tmp_path, **change).epoch == 1
 
 
 def test_what_is_compared_is_names_of_any_data_set():
@@ -871,39 +661,40 @@ def test_what_is_compared_is_names_of_any_data_set():
     assert fingerprint(range(5)) != fingerprint(range(6))
 
 
-def test_ranks_that_differ_are_told(tmp_path):
+SAME, LESS = [Images()] * 3, [Images(), Images(79), Images()]
+
+
+@pytest.mark.parametrize(
+    "folders, train, val, message",
+    [
+        ("aab", SAME, SAME, None),
+        ("abc", SAME, SAME, "checkpoint to resume from of rank 2"),
+        ("axc", SAME, SAME, "checkpoint to resume from of rank 1, 2"),
+        ("aaa", LESS, SAME, "list of images and classes in train/ of rank 1"),
+        ("aaa", SAME, [Images(classes="ab"), *SAME], "list of .* in val/ of rank 1, 2"),
+    ],
+)
+def test_ranks_that_differ_are_told(tmp_path, folders, train, val, message):
     """Each of three has read from a disk of its own."""
     write(tmp_path / "a", 2)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     write(tmp_path / "c", 1)
+    tables, all_here = [], threading.Barrier(3, timeout=60)
 
-    def compare(folders, train, val):
-        runs, tables = [], []
-        for rank, name in enumerate(folders):
-            runs.append(Run(arguments(tmp_path / name), rank, len(folders)))
-            runs[-1].plan(Images(), STEPS)
+    def mean(table, count):
+        tables.append(table)
+        all_here.wait()
+        return sum(tables) / count
 
-        def add(table, _):
-            tables.append(table)
-            raise InterruptedError  # the others' tables are not there yet
+    def check(rank):
+        run = Run(arguments(tmp_path / folders[rank]), rank, 3)
+        run.plan(Images(), STEPS)
+        run.check_same(train[rank], val[rank], torch.device("cpu"), mean)
 
-        for rank, run in enumerate(runs):
-            with contextlib.suppress(InterruptedError):
-                run.check_same(train[rank], val[rank], torch.device("cpu"), add)
-        for rank, run in enumerate(runs):
-            run.check_same(train[rank], val[rank], torch.device("cpu"), lambda *_: sum(tables) / 3)
-
-    same, less = [Images()] * 3, [Images(), Images(79), Images()]
-    compare("aab", same, same)
-    for given, what, others in (
-        (("abc", same, same), "checkpoint to resume from", "2"),
-        (("axc", same, same), "checkpoint to resume from", "1, 2"),
-        (("aaa", less, same), "list of images and classes in train/", "1"),
-        (("aaa", same, [Images(classes="ab"), *same]), "list of images and .* in val/", "1, 2"),
-    ):
-        message = f"^the {what} of rank {others} differs from rank 0's$"
-        with pytest.raises(ValueError, match=message):
-            compare(*given)
+    with ThreadPoolExecutor(3) as pool:
+        errors = [pool.submit(check, rank).exception for rank in range(3)]
+    (said,) = {str(error()) for error in errors}  # all say the same
+    assert re.fullmatch(f"the {message} differs from rank 0's" if message else "None", said)
 
 
 # Ended at any moment.
@@ -971,41 +762,35 @@ def reached(run):
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
 @pytest.mark.parametrize(
-    "before, saves",
-    [
-        ([], [in_an_epoch, at_its_end, validated]),
-        ([], [cut_short]),
-        ([at_its_end, validated], [at_its_end, not_best]),
-    ],
-    ids=["first", "only", "later"],
+    "saves", [[in_an_epoch, at_its_end, validated, at_its_end, not_best], [cut_short]]
 )
-def test_a_save_that_ends_before_any_of_its_calls(tmp_path, how, before, saves):
-    """--resume auto goes on from a whole checkpoint, to the same end as without that."""
+def test_a_save_that_ends_before_any_of_its_calls(tmp_path, how, saves):
+    """--resume auto goes on from a whole checkpoint, to the same end as without that.
+
+    Where model_best.pth is the only one there, of a first save with a row, that row may be missing.
+    """
     run, places = opened(tmp_path / "straight"), []
-    for step in before:
-        step(run)
     for step in saves:
         places.append(reached(run))
         step(run)
     last, seen = reached(run), set()
+    no_row = {(*last[:2], "")} if saves == [cut_short] else set()
     for at in range(1, 99):
         folder = tmp_path / str(at)
         run = opened(folder)
-        for step in before:
-            step(run)
         if not ends_at(at, how, [functools.partial(step, run) for step in saves]):
             break
         run = opened(folder)
         assert not list(folder.glob("*.tmp")) and not run.damaged
         here = reached(run)
         seen.add(here)
-        assert here in (*places, last)
-        if here != last:
+        if here in places:
             for step in saves[places.index(here) :]:
                 step(run)
-        assert reached(run) == last
+        elif here in no_row:
+            assert run.path == str(folder / NAMES[2]) and not (folder / NAMES[0]).exists()
+        assert reached(run) == last or here in no_row
         newest = NAMES[0] if (folder / NAMES[0]).exists() else NAMES[2]  # if there was no other
         assert same_state(load(folder, newest), load(tmp_path / "straight"))
-        if validated in before + saves or saves == [cut_short]:
-            assert same_state(*(load(x, NAMES[2]) for x in (folder, tmp_path / "straight")))
-    assert at > 4 * len(saves) and seen == {*places, last}, (at, seen)
+        assert same_state(*(load(x, NAMES[2]) for x in (folder, tmp_path / "straight")))
+    assert at > 4 * len(saves) and seen == {*places, last} | no_row, (at, seen)

@@ -1,20 +1,20 @@
-"""How a process is asked to stop, ends with its parent, and is waited for below mp.spawn."""
+"""How a process is asked to stop, and is waited for below mp.spawn."""
 
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-import common.process  # noqa: F401 - before the forks
+import common.spawn  # noqa: F401 - before the forks
 from tests.unit.child import Child
 
 IMPORTS = """
 import atexit, os, signal, sys, time
 import torch.multiprocessing as mp
 from common.arguments import user_errors
-from common.process import StopRequest, end_with_parent, run_child, supervise
+from common.process import StopRequest, end_with_parent
+from common.spawn import run_child, supervise
 
 atexit.register(print, "orderly")
 """
@@ -60,18 +60,6 @@ def test_no_file_takes_the_number_of_a_closed_output(tmp_path):
     code += f"file = open('{tmp_path}/made', 'w')\nfile.write(str(file.fileno()))"
     assert Child(IMPORTS + code).wait() == (0, "")
     assert int((tmp_path / "made").read_text()) > 2
-
-
-def test_a_process_dies_with_its_parent():
-    """SIGKILL: the parent can do nothing about it."""
-    code = "def main():\n    StopRequest(die_with_parent=True)\n    print(os.getpid())\n"
-    code += "    time.sleep(60)\nmp.get_context('fork').Process(target=main).start()\n"
-    child = Child(f"{IMPORTS}{code}time.sleep(60)\n")
-    worker = Path(f"/proc/{int(child.output.readline())}")
-    assert worker.exists()
-    began = time.monotonic()
-    child.process.kill()
-    assert child.wait() == (-signal.SIGKILL, "") and time.monotonic() - began < 20
 
 
 SPAWN = """

@@ -1,10 +1,12 @@
 """How processes find each other: what the environment must say, and who is waited for."""
 
+import os
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
+from conftest import without_launchers
 
 from common.rendezvous import complete_environment, meet_all_ranks
 
@@ -13,23 +15,21 @@ WRONG = {
     "RANK=1": "RANK=1 and WORLD_SIZE=1: ranks count from 0, so RANK must be below WORLD_SIZE",
     "LOCAL_RANK=1": "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1: .* must be below LOCAL_WORLD_SIZE",
     "WORLD_SIZE=0": "WORLD_SIZE must be an integer of at least 1, not '0'",
-    "RANK=-1": "RANK must be an integer of at least 0, not '-1'",
     "RANK=": "RANK must be an integer of at least 0, not ''",
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_the_environment_must_say(wrong, monkeypatch):
-    for name in ALONE:
-        monkeypatch.delenv(name, raising=False)
+    environment = without_launchers(os.environ)
+    monkeypatch.setattr(os, "environ", environment)
     complete_environment(ALONE)
+    assert environment.items() >= ALONE.items()
     complete_environment(ALONE)
-    for name, value in ALONE.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv(*wrong.split("="))
+    environment |= [wrong.split("=")]
     with pytest.raises(ValueError, match=WRONG[wrong]):
         complete_environment(ALONE)
-    monkeypatch.delenv("LOCAL_RANK")
+    del environment["LOCAL_RANK"]
     with pytest.raises(ValueError, match="LOCAL_RANK not set though others are"):
         complete_environment(ALONE)
 
@@ -64,16 +64,14 @@ def meet(world_size, delays, seconds=20):
 
 
 def test_all_ranks_meet_after_each_restart(store):
-    """Under a new prefix, though what was there before still is; each may come last."""
-    for round, delays in enumerate([[0, 0, 0], [0.6, 0, 0], [0, 0.3, 0.6]]):
-        stores = meet(3, delays)
+    """Under a new prefix, though what was there before still is. Any may come last; and there may
+    be one more, or one less.
+    """
+    for round, delays in enumerate([[0, 0, 0], [0.6, 0, 0], [0, 0.3, 0.6], [0] * 4, [0] * 2]):
+        stores = meet(len(delays), delays)
         assert not stores[0].check(["address"])
         stores[0].set("address", str(round))
-        assert [stores[rank].get("address") for rank in range(3)] == [str(round).encode()] * 3
-    # With one more, and one less.
-    for world_size in (4, 2):
-        stores = meet(world_size, [0] * world_size)
-        assert len(stores) == world_size and not stores[1].check(["address"])
+        assert {store.get("address") for store in stores.values()} == {str(round).encode()}
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -86,8 +84,11 @@ def test_the_ranks_that_do_not_come_are_named(restarted, store):
     assert isinstance(found[0], TimeoutError)
 
 
-def test_an_address_without_a_store(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    said = str(meet(2, [0], seconds=1)[0])
-    assert said.startswith("rank 0 cannot use 127.0.0.1:1 to meet the others: "), said
+@pytest.mark.parametrize("port", ["taken", "70000"])
+def test_an_address_where_no_store_can_be(port, store, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    if port != "taken":
+        monkeypatch.setenv("MASTER_PORT", port)
+    said = str(meet(1, [0], seconds=1)[0])
+    assert said.startswith("rank 0 cannot use 127.0.0.1:") and " to meet the others: " in said
+    assert ("EADDRINUSE" in said) == (port == "taken")

@@ -13,13 +13,12 @@ import common.watch  # noqa: F401 - before the forks
 from tests.unit.child import Child
 
 WATCH = """
-import ctypes, os, signal, sys, threading, time, traceback, types
+import ctypes, faulthandler, os, signal, sys, time, traceback, types
 import torch.distributed as dist
 import common.watch
 from common.watch import Watch
 
 where = types.SimpleNamespace(place=lambda: "epoch 5 step 6")
-stop = types.SimpleNamespace(requested=threading.Event())
 """
 FAILED = "rank 3 failed at epoch 5 step 6: "
 # Another process of ours dies just when the first error is about to be said.
@@ -57,23 +56,14 @@ with watch:
 """,
     "native": """
 common.watch.NATIVE, hang = 1, ctypes.PyDLL(None).sleep  # it keeps the interpreter's lock
-threading.Thread.start = lambda thread: None
-sys.stderr = sys.__stderr__ = None
-watch = Watch(3, 4, where, seconds=1)
-with watch: pass
-hang(3)
+watch = Watch(3, 4, where, seconds=4)
+with watch: time.sleep(2.5)
+time.sleep(2.5)
+hang(7)
 print("outside")
-with watch: hang(100)
-""",
-    "stop": """
-common.watch.NOTICE, watch = 2, Watch(3, 4, where, stop, 60)
-def step(seconds):
-    with watch: time.sleep(seconds)
-step(3)
-stop.requested.set()
-for _ in range(5): step(0.5)
-print("slow")
-step(4)
+with watch:
+    time.sleep(2.5)
+    hang(100)
 """,
     "network": """
 error = types.SimpleNamespace(name="SUCCESS")
@@ -89,7 +79,9 @@ time.sleep(100)
     "fork": """
 watch = Watch(3, 4, where, seconds=60)
 with watch:
+    time.sleep(2.5)
     if os.fork() == 0:
+        faulthandler.cancel_dump_traceback_later()  # as the interpreter does when it exits
         with watch: os._exit(0)
     os.wait()
 """,
@@ -114,21 +106,15 @@ def test_the_watch_keeps_no_store_alive(tmp_path, children):
     assert Child(code).wait() == (0, "") and not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("heard", [True, False])
-def test_an_error_ends_a_process_at_once(heard, tmp_path):
-    """Though init_process_group has wrapped the hook, or the output is closed."""
+def test_an_error_ends_a_process_at_once(tmp_path):
+    """Though init_process_group has wrapped the hook; nothing of an orderly exit is done."""
     code = f"{WATCH}import atexit, pathlib\natexit.register(pathlib.Path('orderly').touch)\n"
     code += "store = dist.FileStore('store', 1)\nwatch = Watch(0, 1, where, store=store)\n"
     code += "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-    code += "raise ValueError('the cause')" if heard else "print('lost', flush=True)"
-    pipes, env = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, {"PYTHONPATH": ROOT}
-    process = subprocess.Popen([PYTHON, "-c", code], cwd=tmp_path, env=os.environ | env, **pipes)
-    if not heard:
-        process.stdout.close()
-        process.stderr.close()
-    said = process.stderr.read().decode() if heard else ""
-    assert process.wait(60) == 1 and not (tmp_path / "orderly").exists()
-    assert not heard or said.endswith("rank 0 failed at epoch 5 step 6: the cause\n")
+    command, env = [PYTHON, "-c", f"{code}raise ValueError('the cause')"], {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | env, stderr=-1, text=True)
+    assert ended.returncode == 1 and not (tmp_path / "orderly").exists()
+    assert ended.stderr.endswith("rank 0 failed at epoch 5 step 6: the cause\n")
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -158,17 +144,9 @@ def test_an_error_of_the_network_is_said_before_nccl_aborts(children):
 
 
 def test_a_hang_that_lets_no_python_run_is_ended_and_only_in_a_block(children):
-    """Forced: the watching thread never runs. Nor is there a sys.stderr."""
     code, output = children["native"].wait()
     assert code == 1 and output.startswith("outside\nTimeout (0:00:0")
     assert re.search(r'File "<string>", line \d+ in <module>', output)
-
-
-def test_one_that_was_asked_to_stop_says_where_it_hangs_and_goes_on(children):
-    code, output = children["stop"].wait()
-    said = "rank 3 was asked to stop, but has been at epoch 5 step 6 for 2 s; see the stack above"
-    assert code == 0 and output.startswith("slow\n") and ", in step\n" in output
-    assert output.endswith(f"{said}\n") and output.count(said) == 1
 
 
 def test_a_hang_is_ended_and_only_in_a_block(children):
