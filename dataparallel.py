@@ -19,7 +19,7 @@ from common.metrics import AverageMeter, accuracy
 from common.model import build_model, try_model
 from common.prefetcher import Prefetcher
 from common.process import StopRequest
-from common.report import ProgressMeter, print_banner
+from common.report import ProgressMeter, print_banner, print_end, print_epoch, with_bar
 from common.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -154,10 +154,11 @@ def main():
                 "batch_size": args.batch_size,
             }
             run.save(row | speed, is_best)
+            print_epoch(run, row | speed, is_best)
 
     unfinished = not run.finished() and not args.evaluate
-    if rank == 0 and unfinished:
-        print(f"stopped at {run.place()}, saved: --resume auto goes on", flush=True)
+    if rank == 0 and not args.evaluate:
+        print_end(run)  # how it goes on, or the best and how to evaluate it
     stop.ignore()  # a signal from here on could only hide the exit code
     return 75 if unfinished else 0  # EX_TEMPFAIL: whoever has started it may do so again
 
@@ -228,7 +229,7 @@ def validate(batches, net, rank, world_size, args):
     device, dataset = batches.device, batches.loader.dataset
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # of loss, acc@1, acc@5 and images
     net.eval()
-    for images, target in batches:
+    for images, target in with_bar(batches, rank):
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
             output = net(images)
         loss = cross_entropy(output.float(), target)
@@ -239,7 +240,7 @@ def validate(batches, net, rank, world_size, args):
     loss_sum, acc1_sum, acc5_sum, count = sums.tolist()
     assert count == len(dataset), "images lost or counted twice"
     loss, acc1, acc5 = loss_sum / count, acc1_sum / count, acc5_sum / count
-    if rank == 0:
+    if rank == 0 and args.evaluate:  # else print_epoch() says it
         top5 = f"  acc@5 {acc5:.3f}" if len(dataset.classes) > 5 else ""  # else it is 100
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}{top5}", flush=True)
     return loss, acc1, acc5

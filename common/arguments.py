@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import sys
@@ -114,10 +115,38 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
+
+
+def paint(text, colour, stream=None):
+    """The text in a colour, if `stream` (stdout) is a terminal and NO_COLOR is not set."""
+    stream, env = stream or sys.stdout, os.environ
+    if env.get("NO_COLOR") or env.get("TERM", "dumb") == "dumb" or not (stream and stream.isatty()):
+        return text
+    return f"\033[{COLOURS[colour]}m{text}\033[0m"
+
+
 def say(text):
-    """Write a text to stderr, after all that was printed so far; nothing where both are closed."""
-    for stream, words in ((sys.stdout, ""), (sys.__stderr__, f"{text}\n")):
+    """Write a text about an error to stderr, after all that was printed so far.
+
+    Its last line, the reason, is red at a terminal, and torchrun repeats it at the end of its own
+    report. Nothing is written where stdout and stderr are closed.
+    """
+    first, newline, reason = text.rpartition("\n")
+    words = f"{first}{newline}{paint(reason, 'red', sys.__stderr__)}\n"
+    if sys.__stderr__ and sys.__stderr__.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        words = f"\r\033[K{words}"  # in place of a progress bar
+    for stream, part in ((sys.stdout, ""), (sys.__stderr__, words)):
         # Nobody reads it any more; it is None; it was closed by close().
         with contextlib.suppress(OSError, AttributeError, ValueError):
-            stream.write(words)
+            stream.write(part)
             stream.flush()
+    tell_torchrun(reason)
+
+
+def tell_torchrun(reason):
+    """Why this process ends, for the report that torchrun prints after its end."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            more = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+            json.dump({"message": {"message": reason, "extraInfo": more}}, file)

@@ -22,8 +22,8 @@ from .arguments import complete, first_line
 from .report import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
-KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "state_dict", "optimizer", "optimizer_type"}
-KEYS |= {"given", "scaler", "meters", "more", "classes", "args"}
+KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "best_epoch", "state_dict", "optimizer"}
+KEYS |= {"optimizer_type", "given", "scaler", "meters", "more", "classes", "args"}
 TEMPORARY = re.compile(r"(checkpoint.*\.pth|model_best\.pth|metrics\.jsonl)\.\d+\.tmp")
 
 
@@ -60,9 +60,11 @@ class Run:
         self.resumed_args, self.contents = saved["args"], saved["contents"]
         self.args = complete(args, self.resumed_args)
         self.epoch, self.step = saved["epoch"], saved["step"]
-        self.best_acc1, self.ended = -math.inf, False
+        self.begun = -1  # the epoch that this process has begun
+        self.began, self.progress = time.perf_counter(), []  # a ProgressMeter for each epoch
+        self.best_acc1, self.best_epoch, self.ended = -math.inf, 0, False
         if self.inside:  # else the first validation makes the new folder's model_best.pth
-            self.best_acc1 = saved["best_acc1"]
+            self.best_acc1, self.best_epoch = saved["best_acc1"], saved["best_epoch"]
             # An early end is final, unless more epochs are asked for.
             self.ended = saved["ended"] and self.args.epochs <= saved["args"]["epochs"]
 
@@ -126,7 +128,10 @@ class Run:
         return self.epoch * self.steps_per_epoch + self.step
 
     def place(self):
-        return f"epoch {self.epoch} step {self.step}"
+        """In words; the first epoch is epoch 1. At its end, the next one has not begun yet."""
+        if self.step == 0 and 0 < self.epoch != self.begun:
+            return f"the end of epoch {self.epoch}"
+        return f"epoch {self.epoch + 1} step {self.step}"
 
     def attach(self, net, optimizer, scaler, meters, **more):
         """What save() will write; filled from the checkpoint now, if there is one.
@@ -256,6 +261,7 @@ class Run:
         while not (self.finished() or self.args.evaluate or stop.agreed):
             in_this_epoch = self.total_steps - self.epoch * self.steps_per_epoch
             end = max(self.step, min(self.steps_per_epoch, in_this_epoch))
+            self.begun = self.epoch
             yield self.epoch, self.step, end
 
     def finished(self):
@@ -272,7 +278,7 @@ class Run:
             self.epoch, self.step = self.epoch + 1, 0
         is_best = score > self.best_acc1
         if is_best:
-            self.best_acc1 = float(score)
+            self.best_acc1, self.best_epoch = float(score), self.epoch + (self.step > 0)
         return is_best
 
     def end(self):
@@ -300,6 +306,7 @@ class Run:
             "ended": self.ended,
             "arch": self.args.arch,
             "best_acc1": self.best_acc1,
+            "best_epoch": self.best_epoch,
             "state_dict": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_type": self.optimizer_type,

@@ -4,16 +4,23 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
+import textwrap
 import time
 
 import torch
 from tqdm import tqdm
 
+from .arguments import paint, tell_torchrun
 from .decode import DECODERS
 
-BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{remaining}{postfix}]"
+BAR = "{desc} {bar} {n}/{total} {remaining}"
+# What print_epoch() shows of a row under another name, and what it does not show as a score.
+NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}
+OTHERS = {"epoch", "step", "train_loss", "lr", "world_size", "batch_size"}
+OTHERS |= {"images_per_second", "data_time", "seconds"}
 
 
 class ProgressMeter:
@@ -26,13 +33,19 @@ class ProgressMeter:
 
     def __init__(self, run, end):
         self.run, self.first, self.end = run, run.step, end
-        self.shown, self.bar, self.start = run.step, None, time.perf_counter()
+        self.shown, self.seconds, self.start = run.step, 0.0, time.perf_counter()
         # The fifth best of five classes is always right.
         hidden = {"acc@5"} if len(run.classes) <= 5 else set()
         self.visible = [meter for name, meter in run.meters.items() if name not in hidden]
         if run.step == 0:
             for meter in run.meters.values():
                 meter.reset()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        self.title = f"epoch {run.epoch + 1}/{run.args.epochs}"
+        shown = run.rank == 0 and terminal_columns() > 0 and run.step < end
+        self.bar = make_bar(self.title, end, run.step) if shown else None
+        run.progress.append(self)
 
     def update(self, sums):
         """Take in the sums, one for each meter, of the steps since the last update."""
@@ -40,54 +53,190 @@ class ProgressMeter:
             meter.add(total, self.run.step - self.shown)
         self.shown = self.run.step
 
+    def images(self):
+        """How many images were trained, by all processes."""
+        return (self.shown - self.first) * self.run.args.batch_size
+
     def speed(self):
         """Images per second of all processes, since the start."""
-        images = (self.shown - self.first) * self.run.args.batch_size
-        return images / (time.perf_counter() - self.start)
+        return self.images() / (self.seconds or time.perf_counter() - self.start)
 
     def display(self, lr):
         """A line has the latest values and their means in the epoch, the bar only the means."""
-        run, speed = self.run, self.speed()
-        if not (sys.stdout and sys.stdout.isatty()):
-            parts = [f"{speed:.0f} img/s", *map(str, self.visible), f"lr {lr:.4g}"]
-            print(f"epoch {run.epoch} [{run.step}/{self.end}]", *parts, sep="  ", flush=True)
-            return
+        run, speed = self.run, f"{self.speed():.0f} img/s"
         if self.bar is None:
-            self.bar = tqdm(
-                desc=f"epoch {run.epoch}",
-                initial=self.first,
-                total=self.end,
-                file=sys.stdout,
-                mininterval=0,
-                # tqdm would show nothing at a terminal that does not tell its size.
-                ncols=shutil.get_terminal_size().columns - 1,
-                nrows=24,
-                bar_format=BAR,
-            )
-        parts = [f"{meter.name} {meter.avg:.3f}" for meter in self.visible]
-        parts = [f"{speed:.0f} img/s", *parts, f"lr {lr:.4g}"]
-        self.bar.set_postfix_str("  ".join(parts), refresh=False)
+            parts = [speed, *map(str, self.visible), f"lr {lr:.4g}"]
+            print(f"{self.title} [{run.step}/{self.end}]", *parts, sep="  ", flush=True)
+            return
+        means = [f"{m.name} {m.avg:.{3 if m.avg < 10 else 2}f}" for m in self.visible]
+        parts, columns = [speed, f"lr {lr:.2g}", *means], terminal_columns()
+        # Beside 4 columns of bar, the time left, and room for the ^C that a terminal adds.
+        room = columns - len(f"{self.title}  {self.end}/{self.end} 0:00:00 ") - 4 - 3
+        self.bar.bar_format = f"{BAR} {' '.join(fitting(parts, means[1:], room, ' '))}"
+        self.bar.ncols = columns - 3
         self.bar.update(run.step - self.bar.n)
 
     def close(self, waited):
         """End the epoch; returns what metrics.jsonl is to hold of its speed, {} after no step.
 
-        waited: the seconds in which the device waited for images. More than a fifth of the epoch
-        brings a hint.
+        waited: the seconds in which the device waited for images. More than a fifth of an epoch
+        that took a minute or more brings a hint: a shorter one mostly waits for the first images.
         """
         if self.bar is not None:
             self.bar.close()
         if self.run.step == self.first:
             return {}
-        seconds = time.perf_counter() - self.start
-        share = waited / seconds
-        if self.run.rank == 0 and share > 0.2:
-            print(
-                f"hint: {share:.0%} of the epoch was spent waiting for images: try more "
-                "--workers or a faster disk",
-                flush=True,
-            )
-        return {"images_per_second": self.speed(), "data_time": share, "seconds": seconds}
+        self.seconds = time.perf_counter() - self.start
+        share = waited / self.seconds
+        if self.run.rank == 0 and share > 0.2 and self.seconds >= 60:
+            hint = f"hint: {share:.0%} of the epoch was spent waiting for images"
+            print(paint(f"{hint}: try more --workers or a faster disk", "yellow"), flush=True)
+        return {"images_per_second": self.speed(), "data_time": share, "seconds": self.seconds}
+
+    def left(self):
+        """Seconds that the rest of the run takes if it goes on as in this epoch; 0 if unknown."""
+        steps = self.run.total_steps - self.run.global_step()
+        if self.run.finished() or not self.images():
+            return 0.0
+        validation = time.perf_counter() - self.start - self.seconds
+        epochs = math.ceil(steps / self.run.steps_per_epoch)
+        return steps * self.seconds / (self.shown - self.first) + epochs * validation
+
+
+def make_bar(title, total, first=0):
+    """A tqdm that leaves nothing on the screen when it is closed."""
+    columns = terminal_columns() - 3
+    more = dict(ncols=columns, nrows=24, bar_format=BAR, mininterval=0.1, leave=False)
+    return tqdm(desc=title, initial=first, total=total, file=sys.stdout, **more)
+
+
+def with_bar(batches, rank):
+    """Iterate over the batches of a validation; rank 0 shows a bar, if it has a terminal."""
+    if rank > 0 or not terminal_columns():
+        yield from batches
+        return
+    with make_bar("validation", len(batches)) as bar:
+        for batch in batches:
+            yield batch
+            bar.update()
+
+
+def terminal_columns():
+    """The width of the terminal that stdout is; 0 where it is none, or does not tell its size."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            columns, rows = os.get_terminal_size(sys.stdout.fileno())
+            return columns if rows else 0
+    return 0
+
+
+def fitting(parts, optional, columns, separator="  "):
+    """The parts of a line without as many of the optional ones, the last first, as do not fit."""
+    parts, optional = list(parts), list(optional)
+    while optional and len(separator.join(parts)) > columns:
+        parts.remove(optional.pop())
+    return parts
+
+
+def print_epoch(run, row, is_best):
+    """Rank 0: one line on an epoch that is validated and saved.
+
+    row: as in metrics.jsonl; shown are val_loss and the scores that it holds, whatever their names,
+    then train_loss and images/s. At a terminal, what does not fit is left out: these two, and the
+    scores but the first.
+    """
+    progress, hidden = run.progress[-1], OTHERS | ({"acc5"} if len(run.classes) <= 5 else set())
+    title = f"epoch {run.epoch + (run.step > 0)}/{run.args.epochs}"
+    if run.step:
+        title += f" step {run.step}"  # --max-steps has cut it
+    scores = [
+        f"{NAMES.get(key, key)} {value:.{4 if 'loss' in key else 3}f}"
+        for key, value in row.items()
+        if key not in hidden and isinstance(value, (int, float))
+    ]
+    best = "new best" if is_best else f"best {run.best_acc1:.3f}"
+    parts = [title, *scores, best, f"{short(time.perf_counter() - progress.start)} s"]
+    if left := progress.left():
+        parts.append(f"{duration(left)} left")
+    if torch.cuda.is_initialized():
+        parts.append(f"{short(torch.cuda.max_memory_allocated() / 1e9)} GB")
+    more = [f"train_loss {row['train_loss']:.4f}"] if "train_loss" in row else []
+    more += [f"{progress.speed():.0f} img/s"] if progress.images() else []
+    parts = fitting(parts + more, scores[2:] + more, terminal_columns() or math.inf)
+    print(*(paint(x, "green") if x == "new best" else x for x in parts), sep="  ", flush=True)
+
+
+def print_end(run):
+    """Rank 0, when it trains no more: how a run that was stopped goes on, or what came out."""
+    if not run.finished():
+        where = f"stopped at {run.place()}, saved: --resume auto goes on"
+        said = [paint(where, "bold")]
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            said += ["torchrun reports every stop as below: that is no error", ""]
+            tell_torchrun(where)
+        print(*said, sep="\n", flush=True)
+        return
+    images = sum(progress.images() for progress in run.progress)
+    seconds = sum(progress.seconds for progress in run.progress)
+    said = [f"done in {duration(time.perf_counter() - run.began)}"]
+    if images:
+        said[0] += f", {images / seconds:.0f} img/s while training"
+    path = os.path.join(run.folder, "model_best.pth")
+    if os.path.exists(path) and math.isfinite(run.best_acc1):
+        path = min(path, os.path.relpath(path), key=len)
+        best = f"best: {run.best_acc1:.3f} in epoch {run.best_epoch}, saved as {path}"
+        command = [*own_command(), "--evaluate", "--resume", path]
+        said += [paint(best, "green"), f"to evaluate it:\n  {wrapped(command)}"]
+    print(*said, sep="\n", flush=True)
+
+
+def own_command():
+    """What has started this run, as a list of words, for one machine and without --resume."""
+    flags, env = sys.argv[1:], os.environ
+    if "--resume" in flags:
+        del flags[flags.index("--resume") :][:2]
+    folder = os.path.dirname(sys.executable)
+
+    def program(name, module=None):
+        if os.path.dirname(shutil.which(name) or "") == folder:
+            return [name]
+        return [sys.executable, *(["-m", module] if module else [])]
+
+    command = program("python")
+    if "TORCHELASTIC_RUN_ID" in env:
+        command = program("torchrun", "torch.distributed.run")
+        command += ["--standalone", f"--nproc-per-node={env['LOCAL_WORLD_SIZE']}"]
+    elif "HOROVOD_LOCAL_SIZE" in env:
+        command = ["horovodrun", "-np", env["HOROVOD_LOCAL_SIZE"], *command]
+    elif "SLURM_STEP_ID" in env:
+        gpus = ["--gres", f"gpu:{env['SLURM_GPUS_ON_NODE']}"] * ("SLURM_GPUS_ON_NODE" in env)
+        command = ["srun", "-K", "-N1", *gpus, "-c", env["SLURM_CPUS_ON_NODE"], *command]
+    return [*command, sys.argv[0], *flags]
+
+
+def wrapped(command):
+    """A list of words as a shell takes them, in lines that the terminal need not break."""
+    text = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)
+    return " \\\n    ".join(wrap(text, -6)).replace("\0", " ")
+
+
+def wrap(text, more=0, indent=""):
+    """The lines of a text, no wider than the terminal, if stdout is one; words are not broken."""
+    columns = terminal_columns() + more
+    how = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, columns, **how) if columns > more else [text]
+
+
+def duration(seconds):
+    """Such as 4.5 s, 12 min, 3.4 h or 12 days."""
+    for unit, length in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 99.5 * length:
+            return f"{short(seconds / length)} {unit}"
+    return f"{short(seconds / 86400)} days"
+
+
+def short(number):
+    return f"{number:.{0 if number >= 9.95 else 1}f}"
 
 
 def print_banner(run, train_set, val_set, example, workers, backend, device):
@@ -117,8 +266,9 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
     if not args.evaluate:
         lines.append(f"checkpoints go to {run.folder}")
         if flags.get("warmup_epochs", 0) >= args.epochs:
-            lines.append("warning: --warmup-epochs is not less than --epochs: the rate only rises")
-    lines += run.damaged
+            text = "warning: --warmup-epochs is not less than --epochs: the rate only rises"
+            lines.append(paint(text, "yellow"))
+    lines += [paint(text, "yellow") for text in run.damaged]
     if run.path:
         lines.append(f"resumed from {run.path} at {run.place()}")
     elif args.evaluate or args.resume:
@@ -136,7 +286,7 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
         if run.ended:
             why = "run.end() has ended it; more --epochs continue it, until the next such end"
         lines.append(f"nothing left to train: {why}")
-    print(*lines, sep="\n", flush=True)
+    print(*(row for line in lines for row in wrap(line, indent="  ")), sep="\n", flush=True)
 
 
 @contextlib.contextmanager
