@@ -113,7 +113,7 @@ def draw(runs, path):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         if keys == ["images_per_second"]:
-            axis.set_ylim(bottom=0)  # else a change of one in a hundred looks large
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])  # else 1 % looks large
         if len(keys) > 1:
             axis.legend(fontsize=8)
     for axis in list(axes.flat)[len(shown) :]:
