@@ -186,6 +186,7 @@ def print_end(run):
         path = min(path, os.path.relpath(path), key=len)
         best = f"best: {run.best_acc1:.3f} in epoch {run.best_epoch}, saved as {path}"
         command = [*own_command(), "--evaluate", "--resume", path]
+        best = "\n".join(wrap(best, indent="  "))
         said += [paint(best, "green"), f"to evaluate it:\n  {wrapped(command)}"]
     print(*said, sep="\n", flush=True)
 
@@ -194,7 +195,8 @@ def own_command():
     """What has started this run, as a list of words, for one machine and without --resume."""
     flags, env = sys.argv[1:], os.environ
     if "--resume" in flags:
-        del flags[flags.index("--resume") :][:2]
+        at = flags.index("--resume")
+        del flags[at : at + 2]
     folder = os.path.dirname(sys.executable)
 
     def program(name, module=None):

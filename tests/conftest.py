@@ -238,8 +238,9 @@ def assert_close(a, b, atol=1e-5, rtol=1e-4):
 
 
 def last_result(output):
-    """(loss, acc@1, acc@5) of the last evaluation in a script's output."""
-    found = re.findall(r"^ \* loss ([\d.]+)  acc@1 ([\d.]+)  acc@5 ([\d.]+)$", output, re.M)
+    """(loss, acc@1, acc@5) of the last validation in a script's output."""
+    result = r"^(?: \*|epoch .*)  ?loss ([\d.]+)  acc@1 ([\d.]+)  acc@5 ([\d.]+)(?:$|  )"
+    found = re.findall(result, output, re.M)
     assert found, output
     return tuple(map(float, found[-1]))
 

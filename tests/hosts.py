@@ -17,7 +17,7 @@ needs_hosts = pytest.mark.skipif(
 # 250 steps, 29 an epoch, without BatchNorm: any number of processes trains the same.
 FLAGS = "--arch tests.nets:braked --image-size 24 --batch-size 48 -p 1 -j 1".split()
 FLAGS += "--epochs 9 --max-steps 250".split()
-STEP = r"^epoch \d+ \[\d+/"  # a line of its output
+STEP = r"^epoch \d+/\d+ \[\d+/"  # a line of its output
 
 
 class Hosts:

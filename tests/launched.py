@@ -88,8 +88,10 @@ def same_run(folder, reference):
 
 def resumed_where_it_stood(output, state):
     """Whether it says so, and its first step is indeed the next one."""
-    place = f"at epoch {state['epoch']} step {state['step']}"
+    place = f"at epoch {state['epoch'] + 1} step {state['step']}"
+    if state["step"] == 0:
+        place = f"at the end of epoch {state['epoch']}"
     following = divmod(state["epoch"] * 29 + state["step"], 29)  # that of 29 had only no validation
-    first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+) \[(\d+)/", output, re.M)
-    goes_on = first and (int(first[1]), int(first[2]) - 1) == following
+    first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+)/\d+ \[(\d+)/", output, re.M)
+    goes_on = first and (int(first[1]) - 1, int(first[2]) - 1) == following
     return goes_on and re.search(rf"resumed from .*/checkpoint(\.prev)?\.pth {place}", output)

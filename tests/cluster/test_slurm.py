@@ -93,7 +93,7 @@ def test_sigusr1_to_srun_saves_and_ends_all(work, tmp_path):
     """Not SIGTERM: for that srun kills the tasks at once. distributed.py goes on."""
     flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c"]
     job = Job(srun("-N2 --gres gpu:1", *flags), work, ONE_THREAD)
-    job.wait_for(r"epoch 0 \[7/")
+    job.wait_for(r"epoch 1/\d+ \[7/")
     job.process.send_signal(signal.SIGUSR1)
     assert "saved: --resume auto goes on" in job.finish(code=75)
     state = load(tmp_path / "c")
@@ -145,7 +145,7 @@ def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_pa
     command = [*srun(*SHAPES[shape]), *FLAGS, "--checkpoint-dir", tmp_path / "c"]
     command += ["--dist-file", tmp_path / "file"]
     job = Job(command, work, ONE_THREAD)
-    job.wait_for(rf"epoch 0 \[{random.randrange(6, 25)}/")
+    job.wait_for(rf"epoch 1/\d+ \[{random.randrange(6, 25)}/")
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     code, output = job.wait(100)  # looks for leftovers too
     assert code not in (0, 75)
@@ -196,16 +196,16 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
             return False
         return state() == "RUNNING"
 
-    until(lambda: re.search(r"epoch 1 \[", text()))
+    until(lambda: re.search(r"epoch 2/\d+ \[", text()))
     slurm("scancel", "--signal=USR1", number)  # what --signal sends before the time limit
     until(lambda: runs_again(1))
-    until(lambda: re.search(r"resumed from .*(?s:.*)epoch 4 \[", text()))
+    until(lambda: re.search(r"resumed from .*(?s:.*)epoch 5/\d+ \[", text()))
     slurm("scontrol", "requeue", number)
     until(lambda: runs_again(2))
     until(lambda: state() not in ("RUNNING", "COMPLETING"), 90)
     assert state() == "COMPLETED" and not job.pids(), text()
-    resumed = re.findall(r"resumed from .* at epoch (\d+) step \d+", text())
-    assert len(resumed) == 2 and int(resumed[0]) >= 1 and int(resumed[1]) >= 4, text()
+    resumed = re.findall(r"resumed from .* at .*epoch (\d+)", text())
+    assert len(resumed) == 2 and int(resumed[0]) >= 2 and int(resumed[1]) >= 4, text()
     (folder,) = tmp_path.glob("checkpoints-*")
     undisturbed = straight("distributed", work, *long)
     assert same_state(load(folder), load(undisturbed))

@@ -82,7 +82,7 @@ def test_every_script_goes_on_with_the_run_of_the_one_before(gpus, work, tmp_pat
         sharing = "gloo" in command
         output = run(command, work, env=gpus(1 if sharing else 2, **env))
         assert expected in output and "warn" not in output.lower(), output
-        assert not number or f"checkpoint.pth at epoch 0 step {2 * number}\n" in output
+        assert not number or f"checkpoint.pth at epoch 1 step {2 * number}\n" in output
         assert last_result(output) == (1.5, 42, 80)  # as sitecustomize.py says
         used = {}
         for process, device in re.findall(r"process (\d+): launch on (\d)", output):
@@ -135,7 +135,7 @@ def test_a_gpu_that_hangs_in_training_is_noticed(gpus, work, tmp_path):
     env = gpus(1, REHEARSAL_HANG="launch:6000")
     output = run([*command, "--dist-timeout", 5], work, env=env, code=1)
     assert re.search(
-        r"rank 0 failed at epoch 0 step \d+: no progress for 4.5 s; see the stack", output
+        r"rank 0 failed at epoch 1 step \d+: no progress for 4.5 s; see the stack", output
     )
 
 
@@ -143,7 +143,7 @@ def test_nccl_fails_in_one_process_and_the_other_waits(gpus, work, tmp_path):
     """NCCL would name no step."""
     env = gpus(2, REHEARSAL_HANG="ncclAllReduce:80:1")
     job = Job([*torchrun(2), *FLAGS, "--checkpoint-dir", tmp_path / "c"], work, env)
-    output = job.wait_for(r"rank 1 failed at epoch 0 step \d+: NCCL reports COMM_ERROR", 120)
+    output = job.wait_for(r"rank 1 failed at epoch 1 step \d+: NCCL reports COMM_ERROR", 120)
     assert "in train\n" in output
     job.kill()
     job.wait(30)

@@ -38,7 +38,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(disk, work):
     room, filler = shutil.disk_usage(disk).free, disk / "filler"
     subprocess.run(["fallocate", "-l", str(room - 8192), filler], check=True)
     output = start("alone", folder, work, "--resume", "auto").finish(code=1)
-    where = r"rank 0 failed at epoch 0 step 10: cannot write .*/checkpoint.pth: .*No space left"
+    where = r"rank 0 failed at epoch 1 step 10: cannot write .*/checkpoint.pth: .*No space left"
     assert re.search(where, output), output
     assert same_state(load(folder), before) and not list(folder.glob("*.tmp"))
     filler.unlink()
@@ -54,7 +54,7 @@ def test_a_damaged_checkpoint_is_named_once_and_the_previous_one_taken(work, tmp
     (folder / "checkpoint.pth").write_bytes(damaged)
     output = resume("distributed", folder, work)
     assert output.count(f"{folder}/checkpoint.pth is damaged (") == 1
-    assert f"resumed from {folder}/checkpoint.prev.pth at epoch 0 step 5" in output
+    assert f"resumed from {folder}/checkpoint.prev.pth at epoch 1 step 5" in output
     (kept,) = folder.glob("checkpoint.damaged*.pth")
     assert kept.read_bytes() == damaged
     kept.unlink()
@@ -65,12 +65,12 @@ def test_a_folder_that_is_moved_away_under_a_run(work, tmp_path):
     """Its path belongs to another run by then: that one's checkpoint is not replaced."""
     folder = tmp_path / "c"
     job = start("dataparallel", folder, work, "--epochs", "99", "--max-steps", "999")
-    job.wait_for(r"epoch 0 \[6/")
+    job.wait_for(r"epoch 1/\d+ \[6/")
     job.process.send_signal(signal.SIGSTOP)
     folder.rename(tmp_path / "moved")
     start("dataparallel", folder, work, "--max-steps", "1").finish()
     job.process.send_signal(signal.SIGCONT)
-    (said,) = re.findall(r"rank 0 failed at epoch 0 step \d+: (.*)", job.finish(code=1))
+    (said,) = re.findall(r"rank 0 failed at epoch 1 step \d+: (.*)", job.finish(code=1))
     assert str(folder / "checkpoint.pth") in said and "untouched" not in said
     assert load(folder)["step"] == 1 and load(tmp_path / "moved")["step"] % 5 == 0
 
@@ -83,7 +83,7 @@ def test_an_image_that_cannot_be_read_is_named(work, tmp_path):
     path.write_bytes(b"no image")
     job = start("alone", tmp_path / "c", work, "-b", "1438", "--data", data)
     last = job.finish(code=1).splitlines()[-1]
-    assert re.fullmatch(rf"rank 0 failed at epoch 0 step 0: .*cannot read image {path}: .*", last)
+    assert re.fullmatch(rf"rank 0 failed at epoch 1 step 0: .*cannot read image {path}: .*", last)
 
 
 @pytest.mark.full
@@ -93,10 +93,10 @@ def test_a_stopped_process_is_missed(name, work, tmp_path):
     if name == "horovod":
         needs_horovod()
     job = start(name, tmp_path / "c", work, "--dist-timeout", "10")
-    job.wait_for(r"epoch 0 \[13/")
+    job.wait_for(r"epoch 1/\d+ \[13/")
     stopped = processes(job)[1][-1]
     os.kill(stopped, signal.SIGSTOP)
-    output = job.wait_for(r"rank \d failed at epoch 0 step \d+: ")
+    output = job.wait_for(r"rank \d failed at epoch 1 step \d+: ")
     assert name == "horovod" or re.search(r"rank \d did not respond", output), output
     os.kill(stopped, signal.SIGCONT)  # a launcher's SIGTERM does not end what is suspended
     job.finish(code=1, timeout=60)
@@ -107,12 +107,12 @@ def test_a_stopped_process_is_missed(name, work, tmp_path):
 def test_a_run_that_waits_for_images_ends(work, tmp_path):
     """The loader's workers are stopped: the main thread would wait for them without limit."""
     job = start("dataparallel", tmp_path / "c", work, "--dist-timeout", "5")
-    job.wait_for(r"epoch 0 \[13/")
+    job.wait_for(r"epoch 1/\d+ \[13/")
     for pid in processes(job)[2]:
         os.kill(pid, signal.SIGSTOP)
     output = job.finish(code=1, timeout=60)
     assert "see the stack above" in output, output
-    assert re.search(r"rank 0 failed at epoch 0 step \d+: no progress for [45]\S* s", output)
+    assert re.search(r"rank 0 failed at epoch 1 step \d+: no progress for [45]\S* s", output)
 
 
 def start_on(hosts, work, folder, *more):
@@ -137,10 +137,10 @@ def test_two_hosts_lose_each_other(work, tmp_path):
     folder, limit = tmp_path / "c", 10
     with Hosts("host-a", "host-b") as hosts:
         jobs = start_on(hosts, work, folder, "--dist-timeout", limit)
-        jobs[0].wait_for(r"epoch 0 \[13/")
+        jobs[0].wait_for(r"epoch 1/\d+ \[13/")
         hosts.cable("down")
         outputs = [job.finish(1, limit + 30 + 15) for job in jobs]  # on an idle machine 16 s
-        said = [re.findall(r"rank \d failed at epoch 0 step \d+: .*", text) for text in outputs]
+        said = [re.findall(r"rank \d failed at epoch 1 step \d+: .*", text) for text in outputs]
         assert len(said[0]) == len(said[1]) == 1 and "rank 1 did not respond" in said[0][0], outputs
         hosts.cable("up")
         for job in start_on(hosts, work, folder, "--resume", "auto"):

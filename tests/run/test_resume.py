@@ -50,14 +50,14 @@ def test_killed_and_resumed_is_straight_through(name, work, tmp_path):
         needs_horovod()
     folder = tmp_path / "c"
     job = start(name, folder, work)
-    job.wait_for(rf"epoch 0 \[{random.randrange(6, 12)}/")
+    job.wait_for(rf"epoch 1/\d+ \[{random.randrange(6, 12)}/")
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     assert job.wait(60)[0] != 0  # it fails for a process that is left
     first = load(folder)
     assert (first["epoch"], first["step"]) >= (0, 5)
 
     job = start(name, folder, work, "--resume", "auto")
-    output = job.wait_for(rf"epoch 0 \[{random.randrange(17, 23)}/")
+    output = job.wait_for(rf"epoch 1/\d+ \[{random.randrange(17, 23)}/")
     assert resumed_where_it_stood(output, first), output
     os.kill(processes(job)[0], signal.SIGKILL)
     job.wait(60)
@@ -75,7 +75,7 @@ def test_a_folder_has_one_run_until_that_is_killed(work, tmp_path):
     """In the second epoch, with two workers. A run that is done says so, and writes nothing."""
     folder = tmp_path / "c"
     job = start("alone", folder, work, "-j", "2")
-    job.wait_for(r"epoch 1 \[3/")
+    job.wait_for(r"epoch 2/\d+ \[3/")
     job.process.send_signal(signal.SIGSTOP)
     again = start("alone", folder, work, "--resume", "auto")  # as after a requeue
     error = f"error: another run is writing to {folder}: choose another --checkpoint-dir\n"
@@ -140,7 +140,7 @@ def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
         flags = [*FLAGS, *smooth, "--checkpoint-dir", folder, "--resume", "auto", "--max-steps"]
         steps = 45 if number == len(commands) else 5 * number
         output = Job([*command, *flags, steps], work, ONE_THREAD | env).finish()
-        place = "at epoch {} step {}".format(*divmod(5 * number - 5, 29))
+        place = "at epoch {} step {}".format(*divmod(5 * number + 24, 29))
         assert number == 1 or f"resumed from {folder}/checkpoint.pth {place}\n" in output, output
     assert "world_size 3 -> 4" in output and "global batch 48 = 4 x 12" in output
     assert_close(load(folder), load(straight("distributed", work, *smooth)))
@@ -150,10 +150,10 @@ def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
 def test_torchrun_restarts_a_killed_worker_by_itself(work, tmp_path):
     command = [*torchrun(2, "distributed.py", "--max-restarts=3"), *FLAGS, "--resume", "auto"]
     job = Job([*command, "--checkpoint-dir", tmp_path / "c"], work, ONE_THREAD)
-    job.wait_for(r"epoch 0 \[13/")
+    job.wait_for(r"epoch 1/\d+ \[13/")
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     output = job.finish()
-    assert re.search(r"resumed from .* at epoch 0 step \d+", output), output
+    assert re.search(r"resumed from .* at epoch 1 step \d+", output), output
     same_run(tmp_path / "c", straight("distributed", work))
 
 
@@ -164,5 +164,5 @@ def test_an_epoch_that_only_lacks_its_validation(name, work, tmp_path):
     trained = load(tmp_path / "a", "checkpoint.prev.pth")
     assert (trained["epoch"], trained["step"]) == (0, 29)
     more = ["--epochs", "1", "--resume", tmp_path / "a/checkpoint.prev.pth"]
-    assert "epoch 0 [" not in start(name, tmp_path / "b", work, *more).finish()
+    assert "epoch 1/2 [" not in start(name, tmp_path / "b", work, *more).finish()
     assert rows(tmp_path / "b", timings=False) == rows(tmp_path / "a", timings=False)

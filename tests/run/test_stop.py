@@ -36,7 +36,7 @@ def test_a_signal_saves_and_stops(case, work, tmp_path):
         needs_horovod()
     began = time.monotonic()
     job = start(name, tmp_path / "c", work, "--checkpoint-freq", "0")
-    job.wait_for(r"epoch 0 \[4/")
+    job.wait_for(r"epoch 1/\d+ \[4/")
     starting = time.monotonic() - began
     launcher, training, _ = processes(job)
     if who == "group":
@@ -66,8 +66,10 @@ def test_a_stop_that_is_seen_at_an_epochs_end_takes_effect_after_its_validation(
     job.wait_for("checkpoints go to")
     os.kill(processes(job)[1][-1], signal.SIGTERM)
     output = job.finish(code=75)
-    assert re.findall(r"^epoch (\d \S+)", output, re.M) == ["0 [29/29]"], output
-    assert output.index(" * loss ") < output.index("stopped at epoch 1 step 0, saved"), output
+    assert re.findall(r"^epoch (\S+ \[\S+)", output, re.M) == ["1/2 [29/29]"], output
+    assert output.index("  new best  ") < output.index("stopped at the end of epoch 1, saved"), (
+        output
+    )
     state = load(tmp_path / "c")
     assert (state["epoch"], state["step"]) == (1, 0) and len(rows(tmp_path / "c")) == 1
 
@@ -76,7 +78,7 @@ def test_a_stop_that_is_seen_at_an_epochs_end_takes_effect_after_its_validation(
 def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
     """In a collective, in C++, where no handler of Python's runs: the other rank is stopped."""
     job = start("multiprocessing", tmp_path / "c", work)
-    job.wait_for(r"epoch 0 \[4/")
+    job.wait_for(r"epoch 1/\d+ \[4/")
     stuck, stopped = processes(job)[1]
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(1)

@@ -117,7 +117,7 @@ def test_no_checkpoint_goes_backward(kinds, seed, work, tmp_path):
             threading.Timer(chance.uniform(0, 40), job.kill, [signal.SIGCONT]).start()
     ends = [what_happened(*job.wait(200)) for job in jobs]
     left = Job([*python(), *FLAGS, "--checkpoint-dir", folder, "--resume", "auto"], work, env)
-    left.wait_for(r"epoch \d+ \[")
+    left.wait_for(r"epoch \d+/\d+ \[")
     left.kill(signal.SIGTERM)
     assert left.wait(60)[0] == 75
     poller.ended.set()

@@ -3,12 +3,25 @@
 import json
 import math
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import rows
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.metrics import AverageMeter
-from common.report import ProgressMeter, json_line, print_banner
+from common.report import (
+    ProgressMeter,
+    duration,
+    fitting,
+    json_line,
+    print_banner,
+    print_end,
+    print_epoch,
+    wrapped,
+)
 from tests.runs import Images, opened, parts, read, write
 
 
@@ -31,7 +44,7 @@ def test_the_line_of_a_step(capsys, tmp_path):
     for run.step in (10, 20):
         progress.update([run.step * 1.5, 500.0, 1000.0])
         progress.display(0.1)
-    expected = r"epoch 0 \[20/30\]  \d+ img/s  loss 3.000 \(2.250\)  acc@1 50.000 \(50.000\)  "
+    expected = r"epoch 1/\d+ \[20/30\]  \d+ img/s  loss 3.000 \(2.250\)  acc@1 50.000 \(50.000\)  "
     expected += r"acc@5 100.000 \(100.000\)  lr 0.1"
     assert re.fullmatch(expected, capsys.readouterr().out.splitlines()[1])
     run, progress = progress_of(tmp_path / "b", classes="01234")
@@ -39,18 +52,20 @@ def test_the_line_of_a_step(capsys, tmp_path):
     assert "acc@5" not in capsys.readouterr().out  # of five classes it is always right
 
 
-@pytest.mark.parametrize("share, said", [(0.1, False), (0.5, True)])
-def test_a_hint_when_images_come_too_slowly(share, said, capsys, tmp_path):
+@pytest.mark.parametrize("share, length, said", [(0.1, 100, 0), (0.5, 100, 1), (0.5, 50, 0)])
+def test_a_hint_when_images_come_too_slowly(share, length, said, capsys, tmp_path):
+    """Not after less than a minute: it mostly waits for the first images."""
     run, progress = progress_of(tmp_path)
     assert progress.close(0.0) == {}  # only the validation was left
-    progress.start -= 100
+    progress.start -= length
     run.step = 10
     progress.update([25.0, 0.0, 0.0])
-    row = progress.close(100 * share)
+    row = progress.close(length * share)
     assert ("% of the epoch was spent waiting" in capsys.readouterr().out) == said
     run.rank = 1
-    assert progress.close(100 * share).keys() == row.keys() and not capsys.readouterr().out
-    assert row == pytest.approx({"images_per_second": 0.8, "data_time": share, "seconds": 100}, 0.1)
+    assert progress.close(length * share).keys() == row.keys() and not capsys.readouterr().out
+    expected = {"images_per_second": 80 / length, "data_time": share, "seconds": length}
+    assert row == pytest.approx(expected, 0.1)
 
 
 def test_the_meters_of_a_resumed_epoch_go_on(tmp_path):
@@ -67,6 +82,131 @@ def test_the_meters_of_a_resumed_epoch_go_on(tmp_path):
     run.epoch, run.step = 1, 0
     ProgressMeter(run, end=10)
     assert (meter.sum, meter.count) == (0.0, 0)
+
+
+# What is said at the end of an epoch, and of a run.
+
+
+def epoch(run, acc1, seconds=10.0, validation=2.0, steps=10, **scores):
+    """Train and validate an epoch, which takes so many seconds, and save it."""
+    progress = ProgressMeter(run, end=run.step + steps)
+    progress.start -= seconds
+    run.step += steps
+    if steps:
+        progress.update([25.0])
+    speed = progress.close(0.0)
+    progress.start -= validation
+    is_best = run.end_epoch(acc1)
+    row = {"epoch": run.epoch, "step": run.step, "train_loss": 2.5, "val_loss": 1.25, "acc1": acc1}
+    row |= {"acc5": 90.0, **scores, "lr": 0.1, "world_size": 1, "batch_size": 8}
+    run.save(row | speed, is_best)
+    print_epoch(run, row | speed, is_best)
+
+
+def test_the_line_of_an_epoch(tmp_path, capsys):
+    run = opened(tmp_path, epochs=90)
+    epoch(run, 50.0, f1=0.5, note="x", flag=None)
+    line = (
+        "epoch 1/90  loss 1.2500  acc@1 50.000  acc@5 90.000  f1 0.500  new best  12 s  18 min left"
+    )
+    assert capsys.readouterr().out == f"{line}  train_loss 2.5000  8 img/s\n"
+    epoch(run, 40.0, seconds=100, validation=0)
+    assert "  best 50.000  100 s  2.4 h left  " in capsys.readouterr().out
+    run = opened(tmp_path / "few", epochs=1, images=Images(classes="01234"))
+    epoch(run, 50.0)
+    said = capsys.readouterr().out  # of five classes acc@5 is always right
+    assert "acc@5" not in said and "left" not in said
+
+
+def test_the_line_of_an_epoch_that_is_cut_and_of_one_that_lacked_its_validation(tmp_path, capsys):
+    run = opened(tmp_path, epochs=9, max_steps=4)
+    epoch(run, 50.0, steps=4)
+    assert capsys.readouterr().out.startswith("epoch 1/9 step 4  loss 1.2500  ")
+    assert (run.best_epoch, rows(tmp_path)[-1]["epoch"]) == (1, 0)
+    run = opened(tmp_path / "b")
+    run.step = 10
+    epoch(run, 50.0, steps=0)
+    said = capsys.readouterr().out
+    assert said.startswith("epoch 1/9999  loss ") and "left" not in said and "img/s" not in said
+
+
+def test_positions_count_epochs_from_one_and_name_an_end(tmp_path):
+    stop = SimpleNamespace(agreed=False)
+    run = opened(tmp_path)
+    assert run.place() == "epoch 1 step 0"
+    epochs = run.remaining(stop)
+    next(epochs)
+    run.step = 10
+    assert run.place() == "epoch 1 step 10"  # it is not validated
+    run.end_epoch(1.0)
+    assert run.place() == "the end of epoch 1"
+    next(epochs)
+    assert run.place() == "epoch 2 step 0"
+
+
+def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
+    """Also by a process that only finds all done."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["distributed.py", "--data", "my images", "--resume", "auto", "-b", "8"]
+    monkeypatch.setattr("sys.argv", flags)
+    run = opened(tmp_path / "c", epochs=3)
+    for acc1 in (50.0, 70.0, 60.0):
+        epoch(run, acc1)
+    run.began -= 7200
+    capsys.readouterr()
+    print_end(run)
+    done, *others, command = capsys.readouterr().out.splitlines()
+    assert done == "done in 2.0 h, 8 img/s while training"
+    assert others == ["best: 70.000 in epoch 2, saved as c/model_best.pth", "to evaluate it:"]
+    expected = "distributed.py --data 'my images' -b 8 --evaluate --resume c/model_best.pth"
+    assert re.fullmatch(rf"  \S*python\S* {re.escape(expected)}", command)
+    print_end(opened(tmp_path / "c", epochs=3))
+    assert capsys.readouterr().out.splitlines()[1:] == [*others, command]
+
+
+@pytest.mark.parametrize(
+    "env, launcher",
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4"}, " --standalone --nproc-per-node=4"),
+        ({"HOROVOD_LOCAL_SIZE": "2"}, "horovodrun -np 2 "),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "32"},
+            "srun -K -N1 --gres gpu:4 -c 32 ",
+        ),
+    ],
+)
+def test_a_command_has_the_launcher_of_the_run(env, launcher, tmp_path, capsys, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    run = opened(tmp_path, epochs=1)
+    epoch(run, 50.0)
+    print_end(run)
+    assert launcher in capsys.readouterr().out
+
+
+def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
+    run = opened(tmp_path / "c")
+    run.step = 4
+    print_end(run)
+    assert capsys.readouterr().out == "stopped at epoch 1 step 4, saved: --resume auto goes on\n"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    print_end(run)
+    assert "\ntorchrun reports every stop as below: that is no error\n\n" in capsys.readouterr().out
+    failure = ProcessFailure(0, 1, 75, str(tmp_path / "error.json"))  # torchrun's own
+    assert failure.message["message"].startswith("stopped at epoch 1 step 4, saved")
+    assert 0 <= time.time() - failure.timestamp < 60
+
+
+def test_texts_that_fit():
+    parts = ["epoch 1", "loss 1", "acc 2", "f1 3"]
+    assert fitting(parts, ["acc 2", "f1 3"], 80) == parts
+    assert fitting(parts, ["acc 2", "f1 3"], 22) == ["epoch 1", "loss 1", "acc 2"]
+    assert fitting(parts, ["acc 2", "f1 3"], 3) == ["epoch 1", "loss 1"]
+    assert wrapped(["python", "a b.py", "$x"]) == "python 'a b.py' '$x'"
+    seconds = {4.52: "4.5 s", 9.96: "10 s", 99: "99 s", 100: "1.7 min", 7200: "2.0 h"}
+    seconds |= {86400 * 2.5: "60 h", 86400 * 12.5: "12 days"}
+    assert {value: duration(value) for value in seconds} == seconds
 
 
 # What is said first.
@@ -125,7 +265,7 @@ def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     run.attach(*parts())
     assert banner(run, capsys).splitlines()[4:] == [
         f"{tmp_path}/checkpoint.pth is damaged (BadZipFile: File is not a zip file)",
-        f"resumed from {tmp_path}/checkpoint.prev.pth at epoch 1 step 0",
+        f"resumed from {tmp_path}/checkpoint.prev.pth at the end of epoch 1",
         "  changed: seed 0 -> 5",
         "  changed: world_size 1 -> 2, same global batches",
     ]

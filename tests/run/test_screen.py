@@ -1,0 +1,195 @@
+"""What stands on the screen of a terminal: of a run, a stop, a resume, an evaluation, an error."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+
+import pyte
+import pytest
+from conftest import HEAR_SIGNALS, PYTHON, full, load, python, rows, torchrun, without_launchers
+
+from tests.launched import ONE_THREAD
+
+FLAGS = "--arch tests.nets:normed --image-size 64 --batch-size 48 -j 1 -p 1".split()
+COLOUR = r"\x1b\[[0-9;]*m"
+WIDTHS = [80, full(120)]
+
+
+class Terminal:
+    """A command at a terminal of its own, and what was to be seen there."""
+
+    def __init__(self, command, cwd, size=(80, 24), **env):
+        columns, lines = size
+        # A second screen that is so wide that no line is wrapped, and so high that all stay.
+        self.screen, self.wide = pyte.Screen(columns or 80, lines or 24), pyte.Screen(1000, 1000)
+        for screen in (self.screen, self.wide):
+            screen.set_mode(pyte.modes.LNM)
+        self.streams = [pyte.ByteStream(screen) for screen in (self.screen, self.wide)]
+        self.raw, self.current = b"", []  # all bytes; the line of the cursor, each time
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        clean = without_launchers(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
+        clean["PATH"] = f"{os.path.dirname(PYTHON)}:{clean['PATH']}"
+        self.process = subprocess.Popen(
+            [*HEAR_SIGNALS, *map(str, command)],
+            cwd=cwd,
+            env=clean | ONE_THREAD | env,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+        )
+        os.close(slave)
+
+    def read(self, until=None, seconds=90):
+        """Read until a line of the cursor matches, or all that there is; returns the lines."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not select.select([self.master], [], [], 0.2)[0]:
+                continue
+            data = b""
+            with contextlib.suppress(OSError):  # at the end of a terminal that nobody writes to
+                data = os.read(self.master, 4096)
+            if not data:
+                assert until is None, self.lines()
+                self.process.wait(20)
+                return self.lines()
+            self.raw += data
+            seen = len(self.current)
+            for part in re.split(rb"(?=\r)", data):  # a bar may come and go at once
+                for stream in self.streams:
+                    stream.feed(part)
+                self.current.append(self.wide.display[self.wide.cursor.y].rstrip())
+            if until and any(re.search(until, line) for line in self.current[seen:]):
+                return self.lines()
+        self.process.kill()
+        pytest.fail("\n".join(self.lines()))
+
+    def lines(self):
+        """What was written, in lines as long as they are."""
+        return "\n".join(line.rstrip() for line in self.wide.display).rstrip().split("\n")
+
+    def shown(self):
+        """What stands on the screen now."""
+        return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
+
+
+@pytest.fixture
+def terminal(work, tmp_path):
+    """Starts commands at terminals, in a folder of their own."""
+    started = []
+    (tmp_path / "data").symlink_to(work / "data")
+
+    def start(*args, **more):
+        started.append(Terminal(*args, cwd=tmp_path, **more))
+        return started[-1]
+
+    yield start
+    for each in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.process.pid, signal.SIGKILL)
+        os.close(each.master)
+
+
+EPOCH = (
+    r"epoch {}/2  loss \d\.\d{{4}}  acc@1 \d+\.\d{{3}}  .*(new best|best \d+\.\d{{3}})  [\d.]+ s"
+)
+BAR = r"epoch 1/2 \S* +\d+/29 \d\d:\d\d \d+ img/s lr \S+ loss \d\.\d{3} acc@1 \d+\.\d\d"
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_run_and_the_evaluation_that_it_names(columns, terminal, tmp_path):
+    flags = [*FLAGS, "--epochs", 2, "--checkpoint-dir", "c"]
+    run = terminal([*torchrun(2), *flags], size=(columns, 24))
+    lines = run.read()
+    assert run.process.returncode == 0, lines
+    assert max(map(len, lines)) <= columns, max(lines, key=len)
+
+    bars = [line for line in run.current if re.search(r"/29 \d\d:\d\d", line)]
+    acc5 = r" acc@5 \d+\.\d\d" if columns == 120 else ""
+    assert bars and all(re.fullmatch(BAR.replace("1/2", "[12]/2") + acc5, x) for x in bars), bars
+    assert max(map(len, bars)) <= columns - 3
+    assert any(re.fullmatch(r"validation \S* +\d/8 \S+", line) for line in run.current)
+    # Bars are gone at the end, and each epoch is one line.
+    start = next(i for i, line in enumerate(lines) if line.startswith("epoch 1/2"))
+    first, second, done, best, title, *command = lines[start:]
+    assert re.fullmatch(EPOCH.format(1) + r"  [\d.]+ s left(  train_loss .*)?", first), first
+    assert re.fullmatch(EPOCH.format(2) + "(  train_loss .*)?", second) and "left" not in second
+    assert ("train_loss" in first) == (columns == 120)
+    assert re.fullmatch(r"done in [\d.]+ s, \d+ img/s while training", done)
+    top = max(rows(tmp_path / "c"), key=lambda row: row["acc1"])
+    state = load(tmp_path / "c", "model_best.pth")
+    assert state["epoch"] == state["best_epoch"] == top["epoch"]
+    assert f"best: {top['acc1']:.3f} in epoch {top['epoch']}, saved as " in best
+    assert title == "to evaluate it:" and all(x.endswith("\\") for x in command[:-1])
+
+    evaluation = terminal(["sh", "-c", "\n".join(command)], size=(columns, 24))
+    lines = evaluation.read()
+    assert evaluation.process.returncode == 0, lines
+    assert f"model_best.pth at the end of epoch {top['epoch']}" in " ".join(lines)
+    assert lines[-1].startswith(f" * loss {top['val_loss']:.4f}  acc@1 {top['acc1']:.3f}"), lines
+    assert any(re.fullmatch(r"validation \S* +\d/8 \S+", line) for line in evaluation.current)
+    assert "\n * loss " in evaluation.shown() and "validation" not in evaluation.shown()
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_stop_an_error_and_a_resume(columns, terminal, tmp_path):
+    flags = [*FLAGS, "--epochs", 200, "--checkpoint-dir", "c"]
+    run = terminal([*torchrun(2), *flags], size=(columns, 24))
+    run.read(until=r"^epoch 2/200 .* acc@1")
+    os.write(run.master, b"\x03")
+    lines = run.read()
+    (stopped,) = [i for i, line in enumerate(lines) if "stopped at" in line]
+    found = re.fullmatch(r"stopped at (.*), saved: --resume auto goes on", lines[stopped])
+    state = load(tmp_path / "c")
+    assert found[1] == f"epoch {state['epoch'] + 1} step {state['step']}"
+    assert lines[stopped + 1] == "torchrun reports every stop as below: that is no error"
+    assert lines[stopped + 2 : stopped + 4] == ["", "Traceback (most recent call last):"]
+    assert f"\x1b[1m{lines[stopped]}\x1b[0m".encode() in run.raw
+
+    run = terminal([*torchrun(2), *flags], size=(columns, 24))
+    lines = run.read()
+    assert run.process.returncode == 1
+    (error, *_, repeated) = [line for line in lines if "holds a run" in line]
+    assert error.startswith("error: ") and repeated.strip() == f"traceback : {error}"
+    assert "holds a run" in run.shown()  # torchrun's report has not pushed it away
+    assert f"\r\x1b[K\x1b[31m{error}\x1b[0m".encode() in run.raw
+
+    last = state["epoch"] * 29 + state["step"] + 5
+    command = [*torchrun(2), *flags, "--resume", "auto", "--max-steps", last]
+    run = terminal(command, size=(columns, 24), NO_COLOR="1")
+    lines = run.read()
+    assert run.process.returncode == 0
+    assert f"at {found[1]}" in " ".join(lines)
+    epoch, step = divmod(last, 29)
+    title = f"epoch {epoch + 1}/200 step {step}  loss " if step else f"epoch {epoch}/200  loss "
+    assert any(line.startswith(title) for line in lines), lines
+    assert not re.search(COLOUR, run.raw.decode())
+
+
+def test_an_error_takes_the_place_of_the_bar(terminal):
+    """Of any rank: each writes to the same terminal."""
+    flags = [*FLAGS, "--lr", "1e30", "--checkpoint-dir", "c"]
+    run = terminal([*python(), *flags])
+    lines = run.read()
+    assert run.process.returncode == 2
+    assert re.fullmatch(r"error: .* \(epoch 1 step \d+\): a lower --lr may help", lines[-1]), lines
+    assert not any("img/s" in line for line in lines)
+
+
+@pytest.mark.parametrize("size, env", [((0, 0), {}), full((80, 24), {"TERM": "dumb"})])
+def test_lines_where_a_terminal_has_no_size(size, env, terminal):
+    flags = [*FLAGS, "--max-steps", 3, "--checkpoint-dir", "c"]
+    run = terminal([*python(), *flags], size=size, **env)
+    lines = run.read()
+    said = [line for line in lines if re.match(r"epoch 1/4 \[[123]/3\]  \d+ img/s  loss ", line)]
+    assert len(said) == 3, lines
+    assert b"\r\x1b" not in run.raw and b"validation" not in run.raw
