@@ -2,6 +2,7 @@
 without GPUs; what is generated is as its source; links and names of functions hold.
 """
 
+import json
 import os
 import re
 import runpy
@@ -92,6 +93,7 @@ TESTED = {
     r"\./start\.sh": "docs/test_docs.py::test_first_command",
     r"\./start\.sh NAME \[flags\]": "docs/test_docs.py::test_start",
     r"\./start\.sh test( .*)?": "docs/test_docs.py::test_start_runs_the_tests",
+    r"python plot\.py .*": "docs/test_docs.py::test_plot",
     r"python docs/unpack_imagenet\.py": "docs/test_docs.py::test_the_archives_are_unpacked",
     r"python docs/use_weights\.py": "docs/test_docs.py::test_weights_are_used_elsewhere",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",
@@ -163,16 +165,27 @@ def test_first_command(clone, tmp_path):
     assert result(output)[1] >= 97
 
     def form(line):
-        return re.sub(r"\d[\d.e+-]*(cu\d+|cpu)?", "#", line.replace(str(folder), "/home/you/here"))
+        line = line.replace(str(folder), "/home/you/here")
+        return re.sub(r"\d[\d.e+-]*(cu\d+|cpu)?( min\b| s\b)?", "#", line)
 
     (sample,) = re.findall(r"^```text\n(\+ .*?)^```", read("docs/faq.md"), re.M | re.S)
     shown = {form(line) for line in sample.splitlines()} - {"..."}
     assert shown and shown - {form(line) for line in output.splitlines()} == set()
 
     # 1 is torchrun's exit code, whatever that of its processes.
-    (line,) = re.findall("^.*error: .*$", run(["./start.sh"], folder, env=ACTIVE, code=1), re.M)
+    (line,) = re.findall("^error: .*$", run(["./start.sh"], folder, env=ACTIVE, code=1), re.M)
     assert line.startswith(f"error: {folder}/checkpoints holds a run (checkpoint.pth): ")
     assert "--resume auto" in line and "--checkpoint-dir" in line
+
+
+@pytest.mark.parametrize("command", matching(r"python plot\.py .*"))
+def test_plot(command, tmp_path):
+    row = {"epoch": 1, "step": 0, "train_loss": 2.5, "acc1": 50.0}
+    for name in ("checkpoints", "checkpoints-2", "other/checkpoints"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row))
+    said = run([PYTHON, ROOT / "plot.py", *command.split()[2:]], tmp_path)
+    assert "acc1" in said or (tmp_path / "curves.svg").exists()
 
 
 def small(command, folder, *more):

@@ -134,7 +134,7 @@ def test_a_run_and_the_evaluation_that_it_names(columns, terminal, tmp_path):
     evaluation = terminal(["sh", "-c", "\n".join(command)], size=(columns, 24))
     lines = evaluation.read()
     assert evaluation.process.returncode == 0, lines
-    assert f"model_best.pth at the end of epoch {top['epoch']}" in " ".join(lines)
+    assert f"model_best.pth at the end of epoch {top['epoch']}" in " ".join(" ".join(lines).split())
     assert lines[-1].startswith(f" * loss {top['val_loss']:.4f}  acc@1 {top['acc1']:.3f}"), lines
     assert any(re.fullmatch(r"validation \S* +\d/8 \S+", line) for line in evaluation.current)
     assert "\n * loss " in evaluation.shown() and "validation" not in evaluation.shown()
@@ -168,7 +168,7 @@ def test_a_stop_an_error_and_a_resume(columns, terminal, tmp_path):
     run = terminal(command, size=(columns, 24), NO_COLOR="1")
     lines = run.read()
     assert run.process.returncode == 0
-    assert f"at {found[1]}" in " ".join(lines)
+    assert f"at {found[1]}" in " ".join(" ".join(lines).split())
     epoch, step = divmod(last, 29)
     title = f"epoch {epoch + 1}/200 step {step}  loss " if step else f"epoch {epoch}/200  loss "
     assert any(line.startswith(title) for line in lines), lines

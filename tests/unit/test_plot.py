@@ -55,7 +55,7 @@ def test_text(runs, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     many = {"x": {float(i): {"lr": i} for i in range(1, 1000)}}
     assert max(map(len, plot.as_text(many))) <= 40
-    assert "  ▁▁▂▃▄▅▅▆▇█  1 -> 999" in list(plot.as_text(many))[-1]
+    assert "  ▁▂▃▃▄▅▆▆▇█  1 -> 999" in list(plot.as_text(many))[-1]
 
 
 @pytest.mark.parametrize("name", ["curves.svg", "curves.png"])
