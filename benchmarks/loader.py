@@ -4,7 +4,6 @@ $ python -m benchmarks.loader
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import tarfile
@@ -28,7 +27,7 @@ from benchmarks.harness import (
     spread,
 )
 from benchmarks.photographs import photographs
-from common.images import ImageArchive, ImageFolder, random_part, resized
+from common.images import ImageArchive, ImageFolder, RandomCrop
 from common.loader import Seeded, TrainSampler, start_loader
 from common.prefetcher import MEAN, STD, Prefetcher
 
@@ -120,11 +119,11 @@ def measure(connection, name, root, args):
         dataset = datasets.ImageFolder(root, transforms.Compose(recipe))
         batches, sampler = usual_loader(dataset, args), None
     else:
-        crop = functools.partial(resized, size=args.image_size), random_part
+        crop = RandomCrop(args.image_size)
         if name == "archive":
-            dataset = ImageArchive([f"{root}.tar"], "train", *crop)
+            dataset = ImageArchive([f"{root}.tar"], "train", crop)
         else:
-            dataset = ImageFolder(root, *([one_pixel] if name == "decoded" else crop))
+            dataset = ImageFolder(root, one_pixel if name == "decoded" else crop)
         batches, sampler = our_loader(dataset, args)
     if name == "floats":
         batches = Prefetcher(batches, DEVICE)
