@@ -69,7 +69,7 @@ def _size_of_jpeg(data):
             return None
     except RuntimeError:
         return None
-    if data.find(b"Exif\0", 0, 1 << 16) > 0:
+    if _has_exif(data):
         try:
             with Image.open(io.BytesIO(data)) as file:
                 turned = file.getexif().get(0x0112)
@@ -78,6 +78,17 @@ def _size_of_jpeg(data):
         if turned in (5, 6, 7, 8):  # by a quarter
             size = size[::-1]
     return size
+
+
+def _has_exif(data):
+    """Whether a JPEG has EXIF tags, in a segment before its pixels, or is not understood."""
+    place, marker = 2, b"\xff"
+    while marker.startswith(b"\xff") and marker != b"\xff\xda":  # the pixels
+        marker = data[place : place + 2]
+        if marker == b"\xff\xe1" and data[place + 4 : place + 9] == b"Exif\0":
+            return True
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return marker != b"\xff\xda"
 
 
 def _decode_part(data, top, left, height, width):
