@@ -180,8 +180,9 @@ class RandomCrop:
 
     def resize(self, part):
         # Dense and as r g b r g b: torch then resizes bytes in half the time, and the batch that
-        # the worker stacks of such images takes an eighth.
-        part = part[None].contiguous(memory_format=torch.channels_last)
+        # the worker stacks of such images takes an eighth. contiguous(channels_last) would not do:
+        # for a batch of one it may leave strides from which torch makes r r g g b b.
+        part = part.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
         size = (self.size, self.size)
         image = interpolate(part, size, mode="bilinear", antialias=True)[0]
         return image.flip(-1) if torch.rand(()) < self.flip else image
