@@ -125,11 +125,11 @@ class Run:
         meters: {name: AverageMeter}. more: anything else with state_dict() and load_state_dict(),
         by name, such as scheduler=scheduler; its state may hold tensors and plain values.
 
-        What the optimizer's groups hold (rate, momentum, ...) is what the script gives now; where
-        a torch scheduler is attached, it is the checkpoint's. With args.evaluate only the model is
-        filled, and of `more` what the checkpoint has. Raises ValueError for a checkpoint of another
-        model, another type of optimizer or other groups of weights, and for one with more or less
-        than this; and what torch raises for a state that it could not load again.
+        What the optimizer's groups hold (rate, momentum, ...) is the checkpoint's, unless the
+        script now gives another value and no torch scheduler is attached. With args.evaluate only
+        the model is filled, and of `more` what the checkpoint has. Raises ValueError for a
+        checkpoint of another model, another type of optimizer or other groups of weights, and for
+        one with more or less than this; and what torch raises for a state that it could not load.
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
@@ -162,8 +162,9 @@ class Run:
         self._compare("the state of", sorted(saved["more"]), sorted(self.more))
         self._load("the optimizer", self.optimizer, saved["optimizer"])
         if not any(isinstance(part, LRScheduler) for part in self.more.values()):
-            for group, given in zip(self.optimizer.param_groups, self.given, strict=True):
-                group |= given
+            groups = zip(self.optimizer.param_groups, saved["given"], self.given, strict=True)
+            for group, then, now in groups:  # a flag that was changed counts
+                group |= {key: value for key, value in now.items() if value != then.get(key)}
         for weight, state in self.optimizer.state.items():
             for key, value in state.items():
                 if torch.is_tensor(value) and value.shape == weight.shape:
@@ -283,6 +284,7 @@ class Run:
             "state_dict": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_type": self.optimizer_type,
+            "given": self.given,
             "scaler": self.scaler.state_dict(),
             "meters": {name: (meter.sum, meter.count) for name, meter in self.meters.items()},
             "more": {name: part.state_dict() for name, part in self.more.items()},
