@@ -5,8 +5,8 @@ import os
 import joblib
 import torch
 
-# On a CPU a batch of floats is new memory each time. To get it in pages of 4 KB takes longer than to
-# fill it. torch reads this at its first tensor, and then asks for large pages.
+# On a CPU a batch of floats is new memory each time, and to get it in pages of 4 KB takes longer
+# than to fill it. torch reads this at its first tensor, and then asks for large pages.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
