@@ -102,6 +102,7 @@ TESTED = {
     r"TORCH_DISABLE_\w+=1 torchrun .*": "cluster/test_elastic.py::command",
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
     r"python -m benchmarks\.\w+.*": "run/test_benchmark.py::command",
+    r"python tools/record\.py": "docs/test_record.py::test_the_recording",
 }
 
 
@@ -315,6 +316,17 @@ def test_what_is_generated_is_as_its_source():
     assert {name for text in texts for name, _ in BLOCK.findall(text)} == generate.blocks().keys()
     others = [FENCE.findall(BLOCK.sub("", text)) for text in texts]
     assert {kind for blocks in others for kind, _ in blocks} == {"sh", "text"}
+
+
+def test_the_lesson_is_the_whole_difference():
+    """All lines of `diff` are in a step, none twice; how many are added is what README.md says."""
+    lines = generate.diff("minimal/one_gpu", "minimal/distributed", "-U0")[2:]
+    changed = [line for line in lines if line[0] in "+-" and line not in "+-"]
+    steps = [text for name, text in BLOCK.findall(read()) if name.startswith("lesson ")]
+    shown = [line for text in steps for line in text.splitlines() if line[:1] in ("+", "-")]
+    assert sorted(shown) == sorted(changed[4:])  # the two lines of the docstrings
+    added = sum(line[0] == "+" for line in shown)
+    assert f"{added}<!-- end --> added lines" in read() and len(read().splitlines()) <= 300
 
 
 @pytest.mark.parametrize("name", ENGLISH)
