@@ -469,8 +469,8 @@ def recording(parts):
         color = "#e6edf3" if kind == "command" else "#9aa4af"
         if number := re.search(r"([\d.]+) % correct", text):
             color = "#ff7b72" if float(number[1]) > 100 else "#7ee787"
-        elif text[0] in "+-":
-            color = "#7ee787" if text[0] == "-" else "#ff7b72"  # what was right, and the mistake
+        elif text.startswith("+"):  # the mistake
+            color = "#ff7b72"
         bold = ' font-weight="bold"' if kind == "command" else ""
         rows.append(
             f'<text class="r{i}" x="18" y="{52 + 20 * i}" fill="{color}"{bold} '
