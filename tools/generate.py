@@ -24,7 +24,7 @@ OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
 # The minimal scripts that are shown as diffs against minimal/distributed.py.
 MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-MINIMAL += ["horovod_distributed", "fsdp_distributed"]
+MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
 # The folders of diffs that people wrote, and the script that each of them changes.
 WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
 

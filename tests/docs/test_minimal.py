@@ -96,7 +96,16 @@ def test_trains_and_saves_what_the_plain_net_loads(name, trained):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["multiprocessing_distributed", "distributed_slurm_main"])
 def test_the_launcher_changes_no_bit(name, trained):
-    weights, torchruns = trained(name)[1], trained("distributed")[1]
+    assert_same(trained(name)[1], trained("distributed")[1])
+
+
+@pytest.mark.full
+def test_by_hand_is_what_ddp_does(trained):
+    assert_same(trained("by_hand")[1], trained("distributed")[1])
+
+
+def assert_same(weights, torchruns):
+    """To the bit."""
     assert weights.keys() == torchruns.keys()
     assert all(weights[key].equal(torchruns[key]) for key in weights)
 
