@@ -23,7 +23,9 @@ OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
 # The minimal scripts that are shown as diffs against minimal/distributed.py.
 MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-MINIMAL += ["horovod_distributed", "fsdp_distributed"]
+MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
+# And those that are shown as diffs against minimal/one_gpu.py.
+LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
 # The folders of diffs that people wrote, and the script that each of them changes.
 WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
 
@@ -323,6 +325,8 @@ def blocks():
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
     for name in MINIMAL:
         made[f"minimal {name}"] = whole("distributed", name)
+    for name in LIBRARIES:
+        made[f"library {name}"] = whole("one_gpu", f"libraries/{name}")
     for path, text in written_diffs().items():
         folder, name = path.removesuffix(".diff").split("/")
         show = {"recipes": recipe, "bugs": bug}[folder]

@@ -57,7 +57,7 @@ def in_docstrings(*folders):
 # Those of docs/recipes.md change the script, and are run block by block.
 RECIPES = [block for kind, block in FENCE.findall(read("docs/recipes.md")) if kind == "sh"]
 DOCUMENTED = [c for name in ENGLISH if name != "docs/recipes.md" for c in commands(read(name))]
-DOCUMENTED += in_docstrings(".", "docs", "tools", "benchmarks", "minimal")
+DOCUMENTED += in_docstrings(".", "docs", "tools", "benchmarks", "minimal", "minimal/libraries")
 DOCUMENTED = list(dict.fromkeys(DOCUMENTED))
 # What start.sh runs, by its name there. Slurm's is run on a cluster.
 STARTED = {
@@ -95,6 +95,7 @@ TESTED = {
     r"python docs/unpack_imagenet\.py": "docs/test_docs.py::test_the_archives_are_unpacked",
     r"python docs/use_weights\.py": "docs/test_docs.py::test_weights_are_used_elsewhere",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",
+    any_of(in_docstrings("minimal/libraries")): "docs/test_libraries.py::test_trains",
     any_of(test_slurm.COMMANDS): "cluster/test_slurm.py::test_command_of_the_documents",
     r"sbatch .*": "cluster/test_slurm.py::test_the_job_file",
     r"tests/cluster/slurm/cluster\.sh start": "docs/test_minimal.py::slurm",
