@@ -124,7 +124,7 @@ result = [*generator.parameters(), *judge.parameters()]
 
 
 def test_two_forward_passes(ranks):
-    """In one call or in two: the gradient is that of both, averaged."""
+    """In one call or in two: the gradient is that of both, averaged. Not so of two backward()."""
     script = f"""
 net = nn.Linear(4, 8)
 model = DistributedDataParallel(net)
@@ -137,12 +137,21 @@ net.zero_grad()
 (model(a) * model(b)).mean().backward()
 result.append(net.weight.grad.clone())
 net.zero_grad()
+one, two = model(a), model(b)
+one.square().mean().backward()
+two.square().mean().backward()
+result.append(net.weight.grad.clone())
+net.zero_grad()
+sum((net(a).square() + net(b).square()).mean() / 2 for a, b in images).backward()
+result.append(net.weight.grad.clone())
+net.zero_grad()
 sum((net(a) * net(b)).mean() / 2 for a, b in images).backward()
 result.append(net.weight.grad)
 """
-    for together, apart, whole in ranks(script):
+    for together, apart, twice, not_twice, whole in ranks(script):
         assert torch.allclose(together, whole, atol=1e-6)
         assert torch.allclose(apart, whole, atol=1e-6)
+        assert not torch.allclose(twice, not_twice, atol=1e-3)
 
 
 def test_an_iterable_data_set():
