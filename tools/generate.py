@@ -5,7 +5,6 @@ The diffs in recipes/ and bugs/ follow their script when it has changed.
 $ python tools/generate.py
 """
 
-import itertools
 import json
 import re
 import subprocess
@@ -24,7 +23,9 @@ OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
 # The minimal scripts that are shown as diffs against minimal/distributed.py.
 MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-MINIMAL += ["horovod_distributed", "fsdp_distributed"]
+MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
+# And those that are shown as diffs against minimal/one_gpu.py.
+LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
 # The folders of diffs that people wrote, and the script that each of them changes.
 WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
 
@@ -40,7 +41,7 @@ HUNKS = {
 # The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
 # from the one that holds it on.
 LESSON = [
-    ("import gc", "ranks"),
+    ("import gc", "imports"),
     ("BATCH_SIZE = ", "data"),
     ("rank = int", "ranks"),
     ("sampler = Dist", "data"),
@@ -150,25 +151,59 @@ def recipe(written):
 
 
 def minimal_hunks(old, new):
-    """The changed lines of two minimal scripts, hunk by hunk, without the docstrings."""
+    """The hunks of two minimal scripts, without the docstrings: [(place in old, lines)].
+
+    The place is that of the first old line, from 0; the lines begin with + and -.
+    """
     hunks = []
     for line in diff(f"minimal/{old}", f"minimal/{new}", "-U0")[2:]:
         if line.startswith("@@"):
-            hunks.append([])
+            first, count = re.match(r"@@ -(\d+)(?:,(\d+))?", line).groups()
+            hunks.append((int(first) - (count != "0"), []))
         else:
-            hunks[-1].append(line)
-    assert all(line[1:].startswith(('"""', "$ ")) for hunk in hunks[:2] for line in hunk)
+            hunks[-1][1].append(line)
+    assert all(line[1:].startswith(('"""', "$ ")) for _, hunk in hunks[:2] for line in hunk)
     return hunks[2:]  # the docstring's sentence and its command are two
 
 
+def in_place(old, hunks):
+    """The lines of some hunks of minimal_hunks, between the lines of the old script around them.
+
+    "..." stands for what lies between two hunks that are not neighbours.
+    """
+    lines, shown, last = (ROOT / f"minimal/{old}.py").read_text().splitlines(), [], None
+    for first, hunk in hunks:
+        before = first - 1
+        while not lines[before]:
+            before -= 1
+        if last is not None and before <= last + 1:
+            shown += [" " + line for line in lines[last:first]]
+        else:
+            if last is not None:
+                shown += [*following(lines, last), " ..."]
+            shown += [" " + lines[before]] * (first - before < 3)  # what is above a function
+        shown += [line.rstrip() for line in hunk]
+        last = first + sum(line.startswith("-") for line in hunk)
+    return [line.rstrip() for line in shown + following(lines, last)]
+
+
+def following(lines, place):
+    """The next line, if it is not blank."""
+    return [" " + line for line in lines[place : place + 1] if line]
+
+
 def lesson():
-    """{"lesson STEP": a block with its changed lines}, which together are the whole diff."""
+    """{"lesson STEP": a block with its hunks}, which together are the whole diff."""
     hunks, steps, step = minimal_hunks("one_gpu", "distributed"), {}, None
-    for hunk in hunks:
+    for place, hunk in hunks:
         step = next((s for text, s in LESSON if any(text in line for line in hunk)), step)
-        steps.setdefault(step, []).extend(hunk)
+        steps.setdefault(step, []).append((place, hunk))
     assert steps.keys() == {step for _, step in LESSON}
-    return {f"lesson {step}": fenced("diff", lines) for step, lines in steps.items()}
+    made = {f"lesson {step}": fenced("diff", in_place("one_gpu", h)) for step, h in steps.items()}
+    imports = [line.rstrip() for _, hunk in steps["imports"] for line in hunk]
+    made["lesson imports"] = fenced("diff", [line for line in imports if line != "+"])
+    made["added"] = str(sum(line[0] == "+" != line for _, hunk in hunks for line in hunk))
+    return made
 
 
 def bug(written):
@@ -190,8 +225,12 @@ def fenced(kind, lines):
 
 
 def whole(old, new):
-    """A block with all changed lines of two minimal scripts."""
-    return fenced("diff", itertools.chain(*minimal_hunks(old, new)))
+    """A block with all hunks of two minimal scripts; the imports, which come first, stand last."""
+    hunks = minimal_hunks(old, new)
+    main = (ROOT / f"minimal/{old}.py").read_text().splitlines().index("EPOCHS = 5")
+    body = in_place(old, [hunk for hunk in hunks if hunk[0] > main])
+    imports = [line for place, hunk in hunks if place <= main for line in hunk]
+    return fenced("diff", body + [" ..."] * bool(imports) + [i for i in imports if i[1:]])
 
 
 def excerpt(path, *pairs):
@@ -282,9 +321,12 @@ def blocks():
     columns = ("index_s", "start_s", "worker_private_mb", "us_per_image")
     made["scale"] = table("scale", "name", "files", *columns)
     made |= lesson()
+    made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
     for name in MINIMAL:
         made[f"minimal {name}"] = whole("distributed", name)
+    for name in LIBRARIES:
+        made[f"library {name}"] = whole("one_gpu", f"libraries/{name}")
     for path, text in written_diffs().items():
         folder, name = path.removesuffix(".diff").split("/")
         show = {"recipes": recipe, "bugs": bug}[folder]
