@@ -1,6 +1,6 @@
 """Writes what is generated: diffs/, docs/*.svg, and the blocks of the READMEs and of docs/*.md
 between <!-- generated: NAME --> and <!-- end -->. The tests compare all of it with its sources.
-The diffs in recipes/ and bugs/ follow their script when it has changed.
+The diffs in recipes/, minimal/recipes/ and bugs/ follow their script when it has changed.
 
 $ python tools/generate.py
 """
@@ -28,6 +28,7 @@ MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
 LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
 # The folders of diffs that people wrote, and the script that each of them changes.
 WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
+WRITTEN["minimal/recipes"] = "minimal/distributed.py"
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -207,7 +208,7 @@ def lesson():
 
 
 def bug(written):
-    """A block with the hunks of a mistake, each from its first changed line to its last.
+    """A block with the hunks of a diff, each from its first changed line to its last.
 
     Lines that are only added stand between their neighbours.
     """
@@ -328,8 +329,8 @@ def blocks():
     for name in LIBRARIES:
         made[f"library {name}"] = whole("one_gpu", f"libraries/{name}")
     for path, text in written_diffs().items():
-        folder, name = path.removesuffix(".diff").split("/")
-        show = {"recipes": recipe, "bugs": bug}[folder]
+        folder, _, name = path.removesuffix(".diff").rpartition("/")
+        show = {"recipes": recipe, "bugs": bug, "minimal/recipes": bug}[folder]
         made[f"{folder[:-1]} {name}"] = show(text)
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))

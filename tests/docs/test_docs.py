@@ -54,9 +54,9 @@ def in_docstrings(*folders):
     return [c for path in paths for c in re.findall(r"^\$ (.*)$", path.read_text(), re.M)]
 
 
-# Those of docs/recipes.md change the script, and are run block by block.
+# Those of docs/recipes*.md change the script, and are run block by block.
 RECIPES = [block for kind, block in FENCE.findall(read("docs/recipes.md")) if kind == "sh"]
-DOCUMENTED = [c for name in ENGLISH if name != "docs/recipes.md" for c in commands(read(name))]
+DOCUMENTED = [c for name in ENGLISH if "docs/recipes" not in name for c in commands(read(name))]
 DOCUMENTED += in_docstrings(".", "docs", "tools", "benchmarks", "minimal", "minimal/libraries")
 DOCUMENTED = list(dict.fromkeys(DOCUMENTED))
 # What start.sh runs, by its name there. Slurm's is run on a cluster.
