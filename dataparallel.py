@@ -95,7 +95,7 @@ def main():
 
     # From here on, an error ends this process with a line that names its epoch and step. So does a
     # `with watch:` block that takes too long.
-    watch = Watch(rank, world_size, run, args.dist_timeout)
+    watch = Watch(rank, run, args.dist_timeout)
     # Batches on the device, normalised. To fetch one and train on it is a `with watch:` block too.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)

@@ -115,7 +115,7 @@ def main():
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
-    watch = Watch(rank, world_size, run, args.dist_timeout, store)
+    watch = Watch(rank, run, args.dist_timeout)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     with watch:
         dist.init_process_group(

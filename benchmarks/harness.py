@@ -183,6 +183,9 @@ def _versions():
         "nvidia-nvimgcodec-cu13",
         "pillow",
         "horovod",
+        "timm",
+        "nvidia-dali-cuda130",
+        "spdl",
     ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)

@@ -1,10 +1,9 @@
-"""Images per second of the scripts' loader, of the usual recipe, and of decoding alone.
+"""Images per second of the scripts' loader, of the usual recipe, of others, and of decoding alone.
 
 $ python -m benchmarks.loader
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import tarfile
@@ -27,8 +26,9 @@ from benchmarks.harness import (
     report,
     spread,
 )
+from benchmarks.others import installed
 from benchmarks.photographs import photographs
-from common.images import ImageArchive, ImageFolder, random_part, resized
+from common.images import ImageArchive, ImageFolder, RandomCrop
 from common.loader import Seeded, TrainSampler, start_loader
 from common.prefetcher import MEAN, STD, Prefetcher
 
@@ -37,8 +37,9 @@ NAMES = {
     "bytes": "ours: bytes from the workers",
     "archive": "ours, out of an archive: bytes from the workers",
     "floats": "ours, as training has it: normalised floats on the device",
-    "decoded": "decoding alone",
+    "decoded": "decoding whole images alone",
 }
+OTHERS = installed()
 
 
 def parse_args():
@@ -58,6 +59,7 @@ def main():
     if not args.data:
         pack(root)
     names = [name for name in NAMES if name != "archive" or os.path.exists(f"{root}.tar")]
+    names += OTHERS
     speeds = {name: [] for name in names}
     first_batches = {name: [] for name in names}
     with contextlib.ExitStack() as stack:
@@ -76,7 +78,7 @@ def main():
     for name, values in speeds.items():
         to_usual = [a / b for a, b in zip(values, speeds["usual"], strict=True)]
         run = {
-            "name": NAMES[name],
+            "name": NAMES.get(name, name),
             "images_per_second": spread(values),
             "to_usual": spread(to_usual),
             "first_batch_ms": spread(first_batches[name]),
@@ -110,6 +112,22 @@ def measure(connection, name, root, args):
     Answers with the images per second, and the milliseconds to the first batch of each epoch.
     """
     torch.set_num_threads(1)  # the cores are the workers'; a second thread here would spin on one
+    epochs = OTHERS[name](root, args, DEVICE) if name in OTHERS else our_epochs(name, root, args)
+    while True:
+        seconds = connection.recv()
+        images, first_batches, start = 0, [], clock()
+        while not first_batches or clock() - start < seconds:
+            epoch_start, first = clock(), None
+            for _, target in next(epochs):
+                if first is None:
+                    first = clock() - epoch_start
+                images += len(target)
+            first_batches.append(1000 * first)
+        connection.send((images / (clock() - start), first_batches))
+
+
+def our_epochs(name, root, args):
+    """Epochs without end, of the usual recipe or as the scripts load them: iterables of batches."""
     if name == "usual":
         recipe = [
             transforms.RandomResizedCrop(args.image_size),
@@ -118,31 +136,18 @@ def measure(connection, name, root, args):
             transforms.Normalize(MEAN, STD),
         ]
         dataset = datasets.ImageFolder(root, transforms.Compose(recipe))
-        batches, sampler = usual_loader(dataset, args), None
+        yield from itertools.repeat(usual_loader(dataset, args))
+    crop = RandomCrop(args.image_size)
+    if name == "archive":
+        dataset = ImageArchive([f"{root}.tar"], "train", crop)
     else:
-        crop = functools.partial(resized, size=args.image_size), random_part
-        if name == "archive":
-            dataset = ImageArchive([f"{root}.tar"], "train", *crop)
-        else:
-            dataset = ImageFolder(root, *([one_pixel] if name == "decoded" else crop))
-        batches, sampler = our_loader(dataset, args)
+        dataset = ImageFolder(root, one_pixel if name == "decoded" else crop)
+    batches, sampler = our_loader(dataset, args)
     if name == "floats":
         batches = Prefetcher(batches, DEVICE)
-
-    epochs = itertools.count()
-    while True:
-        seconds = connection.recv()
-        images, first_batches, start = 0, [], clock()
-        while not first_batches or clock() - start < seconds:
-            if sampler:
-                sampler.set_epoch(next(epochs))
-            epoch_start, first = clock(), None
-            for _, target in batches:
-                if first is None:
-                    first = clock() - epoch_start
-                images += len(target)
-            first_batches.append(1000 * first)
-        connection.send((images / (clock() - start), first_batches))
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield batches
 
 
 def our_loader(dataset, args):

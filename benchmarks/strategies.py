@@ -135,7 +135,7 @@ def main():
     for bound in args.bounds:
         settings[bound] = shlex.join(map(str, flags[bound])).replace(str(data), "DIR")
     report("strategies", args, runs, columns, **settings)
-    draw(pyplot, runs, args.out / "strategies.png")
+    draw(pyplot, runs, args.out / "strategies.png", torch.cuda.is_available())
 
 
 def train(command, folder, env):

@@ -4,16 +4,17 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import io
 import json
 import os
 import re
 import tarfile
+import tempfile
 import zipfile
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torchvision.datasets import imagenet
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
@@ -54,15 +55,13 @@ def load_index(paths, part):
     one makes it and the others wait. Raises ValueError for archives that are incomplete or have no
     classes.
     """
-    _open.cache_clear()  # other files may have these names by now
     files, devkit = list(paths), None
     if os.path.basename(paths[0]) == ILSVRC.format("val"):
         devkit = os.path.join(os.path.dirname(paths[0]), DEVKIT)
         if not os.path.exists(devkit):
             raise ValueError(f"no {devkit}: it has the classes of the images in {paths[0]}")
         files.append(devkit)
-    states = [(os.path.realpath(file), os.stat(file)) for file in files]
-    key = [(file, state.st_size, state.st_mtime_ns) for file, state in states]
+    key = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     key = hashlib.sha256(json.dumps([FORMAT, IMG_EXTENSIONS, part, key]).encode()).hexdigest()
     folder = os.path.join(os.path.dirname(torch.hub.get_dir()), "archives")
     place = f"{folder}/{part}-{key[:16]}.npz"
@@ -74,11 +73,10 @@ def load_index(paths, part):
     with lock:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            with np.load(place) as file:
-                return dict(file)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):  # none yet, or damaged
-            index = make_index(paths, part, devkit)
+        damaged = ValueError, EOFError, zipfile.BadZipFile
+        with contextlib.suppress(FileNotFoundError, *damaged), np.load(place) as file:
+            return dict(file)
+        index = make_index(paths, part, devkit)
         with whole_file(place) as file:
             np.savez(file, **index)
         return index
@@ -105,7 +103,8 @@ def make_index(paths, part, devkit=None):
     with the classes of ILSVRC2012's images to validate.
     """
     contents = [_scan(path) for path in paths]
-    numbered = not devkit and any(_key(name) in c.labels for c in contents for name in c.images)
+    labelled = [os.path.splitext(name)[0] in c.labels for c in contents for name in c.images]
+    numbered = not devkit and any(labelled)
     images, classes = [], set()
     for number, content in enumerate(contents):
         start = 0
@@ -130,10 +129,6 @@ def make_index(paths, part, devkit=None):
         )
     classes |= {folders[0] for folders, *_ in images}
     classes = sorted(classes, key=int if numbered else None)
-    gaps = [i for i, name in enumerate(classes) if name != str(i)]
-    if numbered and part == "train" and gaps:
-        wrong = f"a KEY.cls has class {classes[-1]}, but none has class {gaps[0]}"
-        raise ValueError(f"{paths[0]}: {wrong}: number the classes from 0 without gaps")
     target = {name: i for i, name in enumerate(classes)}
     images.sort(key=lambda image: (target[image[0][0]], *image))
     names = ["/".join([*folders, file]) for folders, file, _ in images]
@@ -166,7 +161,8 @@ def _add_members(contents, file, path, bar, folder="", base=0):
             while member := archive.next():
                 archive.members.clear()  # else it keeps them all
                 bar.update(base + member.offset - bar.n)
-                name, offset = _join(folder, member.name), base + member.offset_data
+                name = os.path.join(folder, os.path.normpath(member.name).lstrip("/"))
+                offset = base + member.offset_data
                 stem, kind = os.path.splitext(name)
                 kind = kind.lower()
                 if "/." in f"/{name}":
@@ -179,39 +175,28 @@ def _add_members(contents, file, path, bar, folder="", base=0):
                     _add_members(contents, inner, f"{path}:{name}", bar, stem, offset)
                 elif kind == ".cls" and member.isreg():
                     contents.labels[stem] = archive.extractfile(member).read(50)
-                elif kind in IMG_EXTENSIONS and member.isreg() and not member.issparse():
+                elif kind in IMG_EXTENSIONS and member.isreg():
                     contents.images[name] = offset, member.size
-                elif member.islnk() and _join(folder, member.linkname) in contents.images:
-                    contents.images[name] = contents.images[_join(folder, member.linkname)]
                 elif kind in (".cls", *IMG_EXTENSIONS):
-                    remedy = "pack with tar --dereference"
+                    remedy = "pack with tar --dereference --hard-dereference"
                     raise ValueError(f"{path}: {name} is not a regular file: {remedy}")
             _check_end(file, archive.offset, path)
     except tarfile.TarError as error:
         raise ValueError(f"{path} is damaged, compressed, or no tar archive: {error}") from None
 
 
-def _join(folder, name):
-    return os.path.join(folder, os.path.normpath(name).lstrip("/"))
-
-
-def _key(name):
-    return os.path.splitext(name)[0]
-
-
 def _check_end(file, end, path):
-    """tarfile takes damage for an archive's end, which are 512 zeros, and so ends many a copy."""
+    """tarfile takes damage for an archive's end, which is zeros alone, and so ends many a copy."""
     file.seek(end)
-    if file.read(512) != bytes(512):
-        raise ValueError(f"{path} is incomplete, or damaged at byte {end}: copy it again")
-    while block := file.read(512):
-        if block[257:262] == b"ustar":
-            raise ValueError(f"{path} is several archives in one: join them with tar --concatenate")
+    rest = file.read(1 << 20)
+    if len(rest) < 512 or any(rest):
+        reason = f"incomplete, or several archives in one, or damaged, at byte {end}"
+        raise ValueError(f"{path} is {reason}: copy it again, or join with tar --concatenate")
 
 
 def _number(path, name, labels):
     """The class of an image as its KEY.cls has it."""
-    key = _key(name)
+    key = os.path.splitext(name)[0]
     if key not in labels:
         raise ValueError(f"{path}: there is no {key}.cls beside {name}")
     text = labels[key].decode(errors="replace").strip()
@@ -221,17 +206,12 @@ def _number(path, name, labels):
 
 
 def _devkit_labels(devkit, images):
-    """{name: WordNet id} of ILSVRC2012's images to validate."""
-    folder = f"{DEVKIT.removesuffix('.tar.gz')}/data"
+    """{name: WordNet id} of ILSVRC2012's images to validate, as torchvision reads them."""
     try:
-        from scipy.io import loadmat
-
-        with tarfile.open(devkit) as archive:
-            meta = archive.extractfile(f"{folder}/meta.mat").read()
-            truth = archive.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt").read()
-        synsets = np.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
-        names = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
-        labels = [names[int(number)] for number in truth.split()]
+        with tempfile.TemporaryDirectory() as folder:  # torchvision writes beside the devkit
+            os.symlink(os.path.abspath(devkit), os.path.join(folder, DEVKIT))
+            imagenet.parse_devkit_archive(folder)
+            _, labels = imagenet.load_meta_file(folder)
     except Exception as error:  # of many types; or there is no scipy
         raise ValueError(f"cannot read {devkit}: {error}") from None
     if len(images) != len(labels):

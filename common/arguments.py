@@ -24,13 +24,11 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_argument(self, *names, **more):
         action = super().add_argument(*names, **more)
         text, default = action.help or "", action.default
-        if default is None and action.dest in IMAGENET:
-            default, digits = IMAGENET[action.dest], DIGITS[action.dest]
-            if digits != default:
-                default = f"{default}; for the digits: {digits}"
+        if action.dest in IMAGENET:
+            default = f"{IMAGENET[action.dest]}; for the digits: {DIGITS[action.dest]}"
         unset = default is None or default is False or default is argparse.SUPPRESS
         if not unset and "(default: " not in text:
-            action.help = f"{text} (default: {default})".strip()
+            action.help = f"{text} (default: {default})"
         return action
 
     def parse_args(self, *given):
@@ -66,12 +64,8 @@ def bounded(kind, lowest, highest=math.inf):
 
     def number(text):
         value = kind(text)
-        if value == math.inf:
-            raise argparse.ArgumentTypeError(f"must be finite, not {text}")
-        if not lowest <= value <= highest:  # as NaN is
-            limit = f"at least {lowest}"
-            if highest < math.inf:
-                limit = f"between {lowest} and {highest}"
+        if not lowest <= value <= highest or value == math.inf:  # NaN is not between them either
+            limit = f"between {lowest} and {highest}" if highest < math.inf else f"{lowest} or more"
             raise argparse.ArgumentTypeError(f"must be {limit}, not {text}")
         return value
 

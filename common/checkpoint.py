@@ -1,7 +1,6 @@
 """Where a training run stands, and the checkpoints from which it goes on."""
 
 import contextlib
-import errno
 import fcntl
 import io
 import json
@@ -18,12 +17,10 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .arguments import complete, first_line
+from .arguments import complete
 from .report import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
-KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "best_epoch", "state_dict", "optimizer"}
-KEYS |= {"optimizer_type", "given", "scaler", "meters", "more", "classes", "args"}
 TEMPORARY = re.compile(r"(checkpoint.*\.pth|model_best\.pth|metrics\.jsonl)\.\d+\.tmp")
 
 
@@ -64,7 +61,7 @@ class Run:
         self.began, self.progress = time.perf_counter(), []  # a ProgressMeter for each epoch
         self.best_acc1, self.best_epoch, self.ended = -math.inf, 0, False
         if self.inside:  # else the first validation makes the new folder's model_best.pth
-            self.best_acc1, self.best_epoch = saved["best_acc1"], saved["best_epoch"]
+            self.best_acc1, self.best_epoch = saved["best_acc1"], saved.get("best_epoch", 0)
             # An early end is final, unless more epochs are asked for.
             self.ended = saved["ended"] and self.args.epochs <= saved["args"]["epochs"]
 
@@ -82,17 +79,14 @@ class Run:
     def _check_folder(self, args):
         names = [NEWEST, PREVIOUS, BEST, "metrics.jsonl"]
         held = [name for name in names if os.path.lexists(os.path.join(self.folder, name))]
-        other = "give another --checkpoint-dir"
+        remedy = "give another --checkpoint-dir, or continue the newest with --resume auto"
         if args.evaluate:
             if args.resume and not self.checkpoint:
                 raise ValueError(f"no checkpoint to evaluate in {self.folder}")
         elif held and not self.inside:
-            go_on = "" if args.resume == "auto" else ", or continue it with --resume auto"
-            raise ValueError(f"{self.folder} holds a run ({held[0]}): {other}{go_on}")
+            raise ValueError(f"{self.folder} holds a run ({held[0]}): {remedy}")
         elif self.inside and args.resume != "auto" and self.path != self.newest:
-            raise ValueError(
-                f"{self.path} is not the newest checkpoint of its folder: {other} to continue it"
-            )
+            raise ValueError(f"{self.path} is not the newest checkpoint of its folder: {remedy}")
 
     def plan(self, train_set, steps_per_epoch):
         """Learn what is to be trained: a data set with a list `classes`, in so many steps an epoch.
@@ -107,18 +101,15 @@ class Run:
         # Saved beside the weights, as plain values: what made them, and what a resume compares.
         known = vars(args) | {"world_size": self.world_size, "images": len(train_set)}
         self.saved_args = json.loads(json.dumps(known, default=str))
-        if self.checkpoint:
-            self._check_fit()
-
-    def _check_fit(self):
+        if not self.checkpoint:
+            return
         saved, now = self.checkpoint, self.saved_args
         self._compare("--arch", saved["arch"], now["arch"])
         for number, (before, name) in enumerate(zip_longest(saved["classes"], self.classes)):
             self._compare(f"class {number}:", before, name)
-        if saved["step"] > 0 and not self.args.evaluate:
+        if saved["step"] > 0 and not args.evaluate:
             for key in ("batch_size", "seed", "images"):
-                before = saved["args"].get(key, now[key])
-                self._compare(f"half an epoch of {key}", before, now[key])
+                self._compare(f"half an epoch of {key}", saved["args"][key], now[key])
 
     def _compare(self, what, before, now):
         if before != now:
@@ -143,7 +134,7 @@ class Run:
         script now gives another value and no torch scheduler is attached. With args.evaluate only
         the model is filled, and of `more` what the checkpoint has. Raises ValueError for a
         checkpoint of another model, another type of optimizer or other groups of weights, and for
-        one with more or less than this.
+        one with more or less than this; and what torch raises for a state that it could not load.
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
@@ -153,8 +144,10 @@ class Run:
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        for name, part in more.items():
-            check_readable(name, part)
+        for part in more.values():  # at the resume it would be too late to learn that it fails
+            file = io.BytesIO()
+            torch.save(part.state_dict(), file)
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         if optimizer.defaults.get("dampening") == 0:
             # If the first fp16 step overflows, fused SGD leaves a new momentum buffer
             # uninitialised, so make it first, of zeros.
@@ -163,43 +156,31 @@ class Run:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         if self.checkpoint:
             saved, self.checkpoint = self.checkpoint, None  # it takes memory
-            self._restore(saved)
+            self._load("the model", net, saved["state_dict"])
+            if not self.args.evaluate:
+                self._restore_training(saved)
+            for name in more.keys() & saved["more"].keys():
+                self._load(name, more[name], saved["more"][name])
 
-    def _restore(self, saved):
-        self._load("the model", self.net, saved["state_dict"])
-        states, more = saved["more"], self.more
-        if self.args.evaluate:
-            for name in states.keys() & more.keys():
-                self._load(name, more[name], states[name])
-            return
-        self._compare("the state of", sorted(states), sorted(more))
-        for name in more:
-            self._load(name, more[name], states[name])
-        self._restore_optimizer(saved)
+    def _restore_training(self, saved):
+        self._compare("the optimizer", saved["optimizer_type"], self.optimizer_type)
+        self._compare("the state of", sorted(saved["more"]), sorted(self.more))
+        self._load("the optimizer", self.optimizer, saved["optimizer"])
+        if not any(isinstance(part, LRScheduler) for part in self.more.values()):
+            groups = zip(self.optimizer.param_groups, saved["given"], self.given, strict=True)
+            for group, then, now in groups:  # a flag that was changed counts
+                group |= {key: value for key, value in now.items() if value != then.get(key)}
+        for weight, state in self.optimizer.state.items():
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.shape == weight.shape:
+                    # Fused kernels read both as flat memory: they must lie there in one order.
+                    state[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
         if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
             self.scaler.load_state_dict(saved["scaler"])
         if saved["step"]:  # else each meter starts anew
             self._compare("half an epoch of", sorted(saved["meters"]), sorted(self.meters))
             for name, meter in self.meters.items():
                 meter.sum, meter.count = saved["meters"][name]
-
-    def _restore_optimizer(self, saved):
-        optimizer, state = self.optimizer, saved["optimizer"]
-        self._compare("the optimizer", saved["optimizer_type"], self.optimizer_type)
-        before, now = state["param_groups"], optimizer.state_dict()["param_groups"]
-        sizes = [[len(group["params"]) for group in groups] for groups in (before, now)]
-        self._compare("weights in groups of", *sizes)
-        groups, scheduled = [], any(isinstance(part, LRScheduler) for part in self.more.values())
-        for old, new, given in zip(before, now, saved["given"], strict=True):
-            same = [k for k in new if k in old and (scheduled or new[k] == given.get(k, old[k]))]
-            groups.append(new | {key: old[key] for key in ["params", *same]})
-        self._load("the optimizer", optimizer, {"state": state["state"], "param_groups": groups})
-        for weight, values in optimizer.state.items():
-            for key, value in values.items():
-                if torch.is_tensor(value) and value.shape == weight.shape:
-                    # Fused kernels read both as flat memory: they must lie there in one order.
-                    like = dict(dtype=value.dtype, device=value.device)
-                    values[key] = torch.empty_like(weight, **like).copy_(value)
 
     def _load(self, name, part, state):
         try:
@@ -222,9 +203,9 @@ class Run:
         table[:, self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         table = (reduce_mean(table, self.world_size) * self.world_size).round().tolist()
         for what, row in zip(mine, table, strict=True):
-            others = ", ".join(str(r) for r, value in enumerate(row) if value != row[0])
+            others = [str(r) for r, value in enumerate(row) if value != row[0]]
             if others:
-                raise ValueError(f"the {what} of rank {others} differs from rank 0's")
+                raise ValueError(f"the {what} of rank {', '.join(others)} differs from rank 0's")
 
     def tidy_folder(self):
         """Rank 0, once all processes agree: tidy the checkpoint folder for what will be written.
@@ -339,8 +320,6 @@ def read_checkpoint(path):
     Raises Damaged for contents that changed since they were written, ValueError for what is no
     checkpoint of these scripts, OSError for what cannot be read.
     """
-    if not os.path.exists(path):
-        raise ValueError(f"no checkpoint {path}")
     try:
         with open(path, "rb") as file:
             check_whole(file)
@@ -349,14 +328,11 @@ def read_checkpoint(path):
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
     except OSError as error:
         raise OSError(f"cannot read {path}: {error}") from error
-    except pickle.UnpicklingError as error:
-        reason = what_is_refused(error)
-        raise ValueError(f"{path} is not loaded, it holds more than tensors: {reason}") from None
-    except RuntimeError as error:
-        raise ValueError(f"{path} cannot be loaded: {first_line(error)}") from None
-    lacks = sorted(KEYS - set(checkpoint if isinstance(checkpoint, dict) else ()))
-    if lacks:
-        raise ValueError(f"{path} is no checkpoint of these scripts: it lacks {' '.join(lacks)}")
+    except (pickle.UnpicklingError, RuntimeError):  # it holds code, or is of another kind
+        reason = "torch.load(weights_only=True) refuses it"
+        raise ValueError(f"{path} is no checkpoint of these scripts: {reason}") from None
+    if not isinstance(checkpoint, dict) or "optimizer_type" not in checkpoint:
+        raise ValueError(f"{path} is no checkpoint of these scripts")
     return checkpoint | {"contents": contents}
 
 
@@ -366,8 +342,6 @@ def check_whole(file):
         with zipfile.ZipFile(file) as archive:
             if archive.testzip() is not None:
                 raise zipfile.BadZipFile("a checksum does not match")
-    except MemoryError:
-        raise
     except Exception as error:  # each kind of damage raises another one
         file.seek(0)
         while file.read(1 << 24):
@@ -394,33 +368,15 @@ def lock_folder(folder):
     lock = open(os.path.join(folder, ".lock"), "a")  # noqa: SIM115
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):  # others: a file system without locks
-            message = f"another run is writing to {folder}: choose another --checkpoint-dir"
-            raise ValueError(message) from None
+    except (BlockingIOError, PermissionError):
+        message = f"another run is writing to {folder}: choose another --checkpoint-dir"
+        raise ValueError(message) from None
+    except OSError:
+        pass  # a file system without locks
     return lock
-
-
-def check_readable(name, part):
-    """Raise ValueError for a state that could be saved, but not be read again."""
-    file = io.BytesIO()
-    try:
-        torch.save(part.state_dict(), file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError) as error:
-        reason = what_is_refused(error)
-        raise ValueError(f"the state of {name} holds more than tensors: {reason}") from None
-
-
-def what_is_refused(error):
-    """What torch.load does not take from a file that it does not trust, without its advice."""
-    found = re.search(r"GLOBAL \S+", str(error))
-    return found[0] if found else first_line(error)
 
 
 def fingerprint(dataset):
     """A number that changes with the classes, the files and the length of a data set."""
-    known = list(getattr(dataset, "classes", [])), len(dataset)
-    files = b"\0".join(os.fsencode(path) for path in getattr(dataset, "paths", []))
-    return zlib.crc32(files, zlib.crc32(repr(known).encode()))
+    known = len(dataset), *(list(getattr(dataset, name, [])) for name in ("classes", "paths"))
+    return zlib.crc32(repr(known).encode())

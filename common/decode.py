@@ -69,20 +69,36 @@ def _size_of_jpeg(data):
             return None
     except RuntimeError:
         return None
-    if data.find(b"Exif\0", 0, 1 << 16) > 0:
-        with Image.open(io.BytesIO(data)) as file:
-            turned = file.getexif().get(0x0112, 1)
-        if turned > 4:  # by a quarter
+    if _has_exif(data):
+        try:
+            with Image.open(io.BytesIO(data)) as file:
+                turned = file.getexif().get(0x0112)
+        except Exception:  # of many types, where the tag is damaged
+            return None
+        if turned in (5, 6, 7, 8):  # by a quarter
             size = size[::-1]
     return size
 
 
+def _has_exif(data):
+    """Whether a JPEG has EXIF tags, in a segment before its pixels, or is not understood."""
+    place, marker = 2, b"\xff"
+    while marker.startswith(b"\xff") and marker != b"\xff\xda":  # the pixels
+        marker = data[place : place + 2]
+        if marker == b"\xff\xe1" and data[place + 4 : place + 9] == b"Exif\0":
+            return True
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return marker != b"\xff\xda"
+
+
 def _decode_part(data, top, left, height, width):
-    """A part of a JPEG; None if that fails: then another decoder says why."""
+    """A part of a JPEG; None if that fails: another decoder may read it, or says why it cannot."""
     region = nvimgcodec.Region(top, left, top + height, left + width)
     stream = nvimgcodec.CodeStream(data).get_sub_code_stream(region=region)
     image = _decoder(os.getpid()).decode(stream)
-    return None if image is None else torch.from_numpy(np.asarray(image)).permute(2, 0, 1)
+    if image is None or image.shape != (height, width, 3):
+        return None
+    return torch.from_numpy(np.asarray(image)).permute(2, 0, 1)
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,6 +5,10 @@ import os
 import joblib
 import torch
 
+# On a CPU a batch of floats is new memory each time, and to get it in pages of 4 KB takes longer
+# than to fill it. torch reads this at its first tensor, and then asks for large pages.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 
 def own_cores(local_world_size):
     """How many of the cores that this node lets us use are this process's share, at least 1.

@@ -24,12 +24,11 @@ def image_folders(data, image_size):
     Each is a folder or, where there is none, an archive or several. Both have the classes of the
     training images, in their order. Raises ValueError where they are not what training needs.
     """
-    augment, choose = functools.partial(resized, size=image_size), random_part
+    augment = RandomCrop(image_size)
     if data is None:
         data = digits_folder()
-        augment = functools.partial(augment, flip=0)  # a mirrored 2 is no 2
-        choose = functools.partial(random_part, scale=(0.5, 1.0))
-    train_set = _images(data, "train", augment, choose)
+        augment = RandomCrop(image_size, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
+    train_set = _images(data, "train", augment)
     val_set = _images(data, "val", functools.partial(centre_crop, size=image_size))
     classes = train_set.classes
     if len(classes) == 1:
@@ -50,26 +49,25 @@ def image_folders(data, image_size):
     return train_set, val_set
 
 
-def _images(data, part, *transforms):
+def _images(data, part, transform):
     root = f"{data}/{part}"
     archives = [] if os.path.isdir(root) else find_archives(data, part)
-    return ImageArchive(archives, part, *transforms) if archives else ImageFolder(root, *transforms)
+    return ImageArchive(archives, part, transform) if archives else ImageFolder(root, transform)
 
 
 class ImageFolder(Dataset):
     """The images below `root`, which holds a folder per class.
 
     An item is (transform(image), target): image uint8 [3, height, width], target the index of its
-    class in `classes`. With choose(height, width), which gives (top, left, height, width), the
-    image is that part of the file's, and where the decoder can, no more of it is decoded. What
-    begins with a dot does not count. Raises ValueError for folders without images or reached twice
-    by links and, with the path, for what cannot be decoded.
+    class in `classes`. If the transform is a RandomCrop, no more than the crop is decoded where the
+    decoder can. What begins with a dot does not count. Raises ValueError for folders without images
+    or reached twice by links and, with the path, for what cannot be decoded.
     """
 
     may_lack_classes = False
 
-    def __init__(self, root, transform, choose=None):
-        self.root, self.transform, self.choose = root, transform, choose
+    def __init__(self, root, transform):
+        self.root, self.transform = root, transform
         if not os.path.isdir(root):
             needs = "--data needs train/ and val/ in it, or train.tar and val.tar, not compressed"
             raise ValueError(f"no folder {root}: {needs}")
@@ -97,11 +95,13 @@ class ImageFolder(Dataset):
             return file.read()
 
     def __getitem__(self, index):
+        crop = self.transform if isinstance(self.transform, RandomCrop) else None
         try:
-            image = decode(self.read(index), self.choose)
+            image = decode(self.read(index), crop and crop.choose_part)
         except Exception as error:
             raise ValueError(f"cannot read image {self.path(index)}: {error}") from None
-        return self.transform(image), int(self.targets[index])
+        image = crop.resize(image) if crop else self.transform(image)
+        return image, int(self.targets[index])
 
 
 class ImageArchive(ImageFolder):
@@ -111,8 +111,8 @@ class ImageArchive(ImageFolder):
     archive and member, for what cannot be decoded.
     """
 
-    def __init__(self, archives, part, transform, choose=None):
-        self.archives, self.transform, self.choose = archives, transform, choose
+    def __init__(self, archives, part, transform):
+        self.archives, self.transform = archives, transform
         index = load_index(archives, part)
         self.classes = [os.fsdecode(name) for name in index["classes"]]
         self.paths, self.targets, self.places = index["names"], index["targets"], index["places"]
@@ -148,38 +148,44 @@ def _image_files(root, folder, seen):
     return files
 
 
-def random_part(height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
-    """A random part of an image of this size: (top, left, height, width) in pixels.
+class RandomCrop:
+    """Crop a random part of an image, resize it to [3, size, size], and mirror it at random.
 
-    `scale` bounds the part's share of the area, `ratio` its width / height. This is the crop of
-    "Going Deeper with Convolutions" (Szegedy et al., 2014) as torchvision's RandomResizedCrop has
-    it, whose get_params() would take a fortieth of a worker's time.
+    `scale` bounds the part's share of the area, `ratio` its width / height; `flip` is the
+    probability of the mirror image. This is the crop of "Going Deeper with Convolutions" (Szegedy
+    et al., 2014) as torchvision's RandomResizedCrop has it, whose get_params() would take a
+    fortieth of a worker's time.
     """
-    for x, y in torch.rand(10, 2).tolist():
-        area = height * width * (scale[0] + x * (scale[1] - scale[0]))
-        aspect = ratio[0] * (ratio[1] / ratio[0]) ** y
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            break
-    else:  # a very long or high image: nearly all of it
-        w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
-    y, x = torch.rand(2).tolist()
-    return int(y * (height - h + 1)), int(x * (width - w + 1)), h, w
 
+    def __init__(self, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5):
+        self.size, self.scale, self.ratio, self.flip = size, scale, ratio, flip
 
-def resized(image, size, flip=0.5):
-    """The image as [3, size, size], mirrored with probability `flip`."""
-    # Dense and as r g b r g b: torch then resizes bytes in half the time, and the batch that the
-    # worker stacks of such images takes an eighth.
-    image = image[None].contiguous(memory_format=torch.channels_last)
-    image = interpolate(image, (size, size), mode="bilinear", antialias=True)[0]
-    return image.flip(-1) if torch.rand(()) < flip else image
+    def __call__(self, image):
+        top, left, height, width = self.choose_part(*image.shape[1:])
+        return self.resize(image[:, top : top + height, left : left + width])
 
+    def choose_part(self, height, width):
+        """The part of an image of this size: (top, left, height, width) in pixels."""
+        scale, ratio = self.scale, self.ratio
+        for x, y in torch.rand(10, 2).tolist():
+            area = height * width * (scale[0] + x * (scale[1] - scale[0]))
+            aspect = ratio[0] * (ratio[1] / ratio[0]) ** y
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                break
+        else:  # a very long or high image: nearly all of it
+            w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
+        y, x = torch.rand(2).tolist()
+        return int(y * (height - h + 1)), int(x * (width - w + 1)), h, w
 
-def random_crop(image, size, flip=0.5, **part):
-    """A random_part() of an image [3, height, width], resized() to [3, size, size]."""
-    top, left, height, width = random_part(*image.shape[1:], **part)
-    return resized(image[:, top : top + height, left : left + width], size, flip)
+    def resize(self, part):
+        # Dense and as r g b r g b: torch then resizes bytes in half the time, and the batch that
+        # the worker stacks of such images takes an eighth. contiguous(channels_last) would not do:
+        # for a batch of one it may leave strides from which torch makes r r g g b b.
+        part = part.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
+        size = (self.size, self.size)
+        image = interpolate(part, size, mode="bilinear", antialias=True)[0]
+        return image.flip(-1) if torch.rand(()) < self.flip else image
 
 
 def centre_crop(image, size):

@@ -75,10 +75,7 @@ class TrainSampler:
 
     def __init__(self, length, batch_size, rank, world_size, seed):
         if batch_size % world_size:
-            less = batch_size - batch_size % world_size
-            which = f"{less} or {less + world_size}" if less else f"{world_size}"
-            problem = f"--batch-size {batch_size} does not divide among {world_size} processes"
-            raise ValueError(f"{problem}: try {which}")
+            raise ValueError(f"--batch-size {batch_size} does not divide by {world_size} processes")
         if length < batch_size:
             raise ValueError(f"{length} images to train do not fill one --batch-size {batch_size}")
         self.length, self.batch_size, self.seed = length, batch_size, seed
@@ -180,7 +177,7 @@ class SharedBatches:
     is always new costs up to a tenth of a worker's time. Here pieces of memory are made before the
     fork, eight for each worker: for three batches, some with several large tensors. Such a tensor
     is written to a free piece, which is free again when no tensor or array uses it any more. While
-    somebody holds all of them, tensors are sent by value.
+    somebody holds all of them, and by a collate_fn of the user's, tensors are sent by value.
     """
 
     def __init__(self, workers, collate_fn):
@@ -197,14 +194,12 @@ class SharedBatches:
 
     def __call__(self, items):
         """In a worker: collate the items, and pickle the batch: here, an error ends the run."""
-        batch = self.collate_fn(items) if self.collate_fn else collate(items, self.empty)
+        if self.collate_fn:
+            return _Pickled(pickle.dumps(self.collate_fn(items)))
         file = io.BytesIO()
         pickler = pickle.Pickler(file)
         pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: self.reduce}
-        try:
-            pickler.dump(batch)
-        except Exception as error:
-            raise TypeError(f"a worker cannot send its batch: {error}") from error
+        pickler.dump(collate(items, self.empty))
         return _Pickled(file.getvalue())
 
     def empty(self, shape, dtype):
@@ -218,10 +213,6 @@ class SharedBatches:
 
     def reduce(self, tensor):
         """In a worker: how a tensor is pickled, as (function, arguments) that make it again."""
-        if tensor.layout != torch.strided or tensor.is_nested:
-            return tensor.__reduce_ex__(4)
-        if tensor.data_ptr() not in self.numbers:  # of the user's collate_fn
-            tensor = self.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
         number = self.numbers.get(tensor.data_ptr())
         if number is None:
             return tensor.__reduce_ex__(4)

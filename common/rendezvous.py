@@ -13,22 +13,19 @@ import torch.distributed as dist
 def complete_environment(alone):
     """Take the values of `alone` if none of its variables is set.
 
-    alone: {name: value} of a group of one process, as torchrun sets them; a number there is also
-    the least that is allowed. Raises ValueError when only some are set, when one is not a number,
-    and for a rank that is not below the number of processes: the others would wait for it in vain.
+    alone: {name: value} of a group of one process, as torchrun sets them. Raises ValueError when
+    only some are set, when a rank is not a number, and when it is not below the number of
+    processes: the others would wait for it in vain.
     """
     missing = [name for name in alone if name not in os.environ]
     if len(missing) == len(alone):
         os.environ.update(alone)
     elif missing:
         raise ValueError(f"{' '.join(missing)} not set though others are: start with torchrun")
-    for name, least in alone.items():
-        value = os.environ[name]
-        if least.isdecimal() and not (value.isdecimal() and int(value) >= int(least)):
-            raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if int(os.environ[rank]) >= int(os.environ[size]):
-            values = f"{rank}={os.environ[rank]} and {size}={os.environ[size]}"
+        number, count = os.environ[rank], os.environ[size]
+        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+            values = f"{rank}={number} and {size}={count}"
             raise ValueError(f"{values}: ranks count from 0, so {rank} must be below {size}")
 
 

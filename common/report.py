@@ -184,7 +184,8 @@ def print_end(run):
     path = os.path.join(run.folder, "model_best.pth")
     if os.path.exists(path) and math.isfinite(run.best_acc1):
         path = min(path, os.path.relpath(path), key=len)
-        best = f"best: {run.best_acc1:.3f} in epoch {run.best_epoch}, saved as {path}"
+        when = f" in epoch {run.best_epoch}" if run.best_epoch else ""  # an old checkpoint has none
+        best = f"best: {run.best_acc1:.3f}{when}, saved as {path}"
         command = [*own_command(), "--evaluate", "--resume", path]
         best = "\n".join(wrap(best, indent="  "))
         said += [paint(best, "green"), f"to evaluate it:\n  {wrapped(command)}"]

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -25,75 +24,63 @@ class Watch:
     A failure is an uncaught exception, or an error of NCCL's network: a traceback is printed, and
     the exit code is 1. For a FloatingPointError, a loss that is not finite, rank 0 prints one line,
     and the exit code is 2. A hang is a `with watch:` block that takes longer than `seconds`; None
-    is no limit. Blocks may nest, such as a validation in the middle of an epoch: the time starts
-    anew when any of them begins or ends. Code outside of all blocks has no limit. The end is
-    os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
-    the process group is to wait for the other processes.
+    is no limit. Code outside of all blocks has no limit; nor has the rest of a block after another
+    in it. The end is os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM,
+    and to destroy the process group is to wait for the other processes.
 
-    run: an object whose place() says where it is, such as "epoch 3 step 40". store: that of the
-    process group; through it the ranks tell each other that they have failed, and a rank that does
-    not is named.
+    run: an object whose place() says where it is, such as "epoch 3 step 40".
     """
 
-    def __init__(self, rank, world_size, run, seconds=None, store=None):
-        self.rank, self.world_size, self.run = rank, world_size, run
-        # Weak: sys.excepthook keeps this object, and a FileStore's file ends with its last user.
-        self.store = weakref.ref(store) if store is not None else lambda: None
+    def __init__(self, rank, run, seconds=None):
+        self.rank, self.run = rank, run
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
         self.seconds = (seconds or math.inf) * (0.9 if torch.cuda.is_available() else 1)
-        self.depth = 0  # of the blocks that we are in
-        self.since = math.inf  # when the last of them began or ended
+        self.since = math.inf  # when the block began that we are in
         self.ending = threading.Lock()
         sys.excepthook = self._on_error  # init_process_group wraps it, and calls it
         faulthandler.enable(2)  # for a crash in native code: where Python was
-        # A forked process lacks the thread that _look() starts in C, and would wait for its end.
-        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self):
-        self.depth, self.since = self.depth + 1, time.monotonic()
+        self.since = time.monotonic()
+        if self.seconds < math.inf:
+            # Native code that keeps the interpreter's lock stops our thread too. A thread in C then
+            # prints all stacks and ends the process.
+            faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
 
     def __exit__(self, *error):
-        self.depth -= 1
-        self.since = time.monotonic() if self.depth else math.inf
+        self.since = math.inf
+        faulthandler.cancel_dump_traceback_later()
 
     def _on_error(self, kind, error, trace):
         # A loader's worker that was killed is an error twice: what it sent cannot be read, and then
         # torch's handler of this signal raises another, which would get lost in here.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.ending.acquire()  # the main thread and the watching one may come at the same time
         if kind is FloatingPointError:
             if self.rank > 0:
                 time.sleep(3)  # once one has exited the launcher may end all: rank 0 speaks first
             else:
                 say(f"error: {error} ({self.run.place()}): a lower --lr may help")
             os._exit(2)
-        lines = traceback.format_exception(kind, error, trace)
         said = (str(error).strip() or kind.__name__).splitlines()
         # An error of a loader's worker ends with its cause; below one of CUDA's there is advice.
         reason = next((line for line in said if "CUDA error" in line), said[-1])
         collective = "gloo" in reason.lower() or "nccl" in reason.lower()
-        self._end(lines, reason, collective)
+        self._end(traceback.format_exception(kind, error, trace), reason, collective)
 
     def _look(self):
-        while True:
+        error = None
+        while not error:
             time.sleep(1)
-            if error := network_error():
-                self._on_hang(f"NCCL reports {error}")
             if time.monotonic() - self.since > self.seconds:
-                self._on_hang(f"no progress for {self.seconds:g} s")
-            # Native code that keeps the interpreter's lock stops this thread too. A thread in C
-            # then prints all stacks and ends the process.
-            if self.depth and self.seconds < math.inf:
-                faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
-            else:
-                faulthandler.cancel_dump_traceback_later()
-
-    def _on_hang(self, reason):
-        self.ending.acquire()
-        self._end(main_stack(), f"{reason}; see the stack above", True)
+                error = f"no progress for {self.seconds:g} s"
+            elif reported := network_error():
+                error = f"NCCL reports {reported}"
+        stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
+        self._end(stack, f"{error}; see the stack above", True)
 
     def _end(self, lines, reason, collective):
+        self.ending.acquire()  # the main thread and the watching one may come at the same time
         if collective:
             reason += self._silent_ranks()
         say("".join([*lines, f"rank {self.rank} failed at {self.run.place()}: {reason}"]))
@@ -104,22 +91,17 @@ class Watch:
         silent = []
 
         def ask():
-            store = self.store()
-            store.set(f"failed {self.rank}", "")
-            time.sleep(2)  # the others notice at nearly the same time
-            ranks = range(self.world_size)
-            silent.extend(str(r) for r in ranks if not store.check([f"failed {r}"]))
+            with contextlib.suppress(Exception):  # there may be no group, or the store is gone
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"failed {self.rank}", "")
+                time.sleep(2)  # the others notice at nearly the same time
+                ranks = range(dist.get_world_size())
+                silent.extend(str(r) for r in ranks if not store.check([f"failed {r}"]))
 
-        if self.store() is not None:
-            thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach
-            thread.start()
-            thread.join(5)
+        thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach
+        thread.start()
+        thread.join(5)
         return f"; rank {', '.join(silent)} did not respond" if silent else ""
-
-
-def main_stack():
-    """Where the main thread is, as lines."""
-    return traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
 
 
 def network_error():

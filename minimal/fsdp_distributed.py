@@ -4,6 +4,7 @@ $ torchrun --standalone --nproc-per-node=2 minimal/fsdp_distributed.py
 """
 
 import gc
+import math
 import os
 
 import torch
@@ -42,23 +43,22 @@ def main():
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))
 
-    net = build_net().to(device)
-    model = build_net().to(device)  # net stays whole: it is evaluated and saved
-    fully_shard(model)  # of a large model every block first: then one is gathered at a time
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    net = build_net()  # on the CPU: no GPU ever has to hold it whole
+    for block in [net[0], net[2], net]:  # the layers of a large model; net last, for what is left
+        fully_shard(block)  # my part of it goes to my GPU; forward() gathers one block at a time
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(rank)  # else all processes would draw the same random numbers
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # else every epoch would have the same order
+        net.train()
         for images, target in train_loader:
-            output = model(images.to(device))
+            output = net(images.to(device))
             loss = nn.functional.cross_entropy(output, target.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
-        options = StateDictOptions(full_state_dict=True)  # not parts: all processes must ask
-        net.load_state_dict(get_model_state_dict(model, options=options))
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)  # rank 0's BatchNorm statistics are the ones saved
         net.eval()
@@ -67,11 +67,15 @@ def main():
             for images, target in val_loader:
                 output = net(images.to(device))
                 correct += (output.argmax(dim=1) == target.to(device)).sum()
+            if len(val_loader) < math.ceil(len(val_set) / world_size / BATCH_SIZE):
+                net(images.to(device))  # others have one batch more, and need my parts for it
         dist.all_reduce(correct)  # the sum over all processes
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(net, options=options)  # all send their parts to rank 0's CPU
         if rank == 0:
             print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
-            torch.save(net.state_dict(), "digits.pth")
-    del model, optimizer
+            torch.save(state, "digits.pth")
+    del net, optimizer
     gc.collect()  # ends its threads: else gloo may abort when Python ends
     dist.destroy_process_group()
 

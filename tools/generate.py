@@ -1,11 +1,10 @@
 """Writes what is generated: diffs/, docs/*.svg, and the blocks of the READMEs and of docs/*.md
 between <!-- generated: NAME --> and <!-- end -->. The tests compare all of it with its sources.
-The diffs in recipes/ and bugs/ follow their script when it has changed.
+The diffs in recipes/, minimal/recipes/ and bugs/ follow their script when it has changed.
 
 $ python tools/generate.py
 """
 
-import itertools
 import json
 import re
 import subprocess
@@ -24,9 +23,12 @@ OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
 # The minimal scripts that are shown as diffs against minimal/distributed.py.
 MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-MINIMAL += ["horovod_distributed", "fsdp_distributed"]
+MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
+# And those that are shown as diffs against minimal/one_gpu.py.
+LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
 # The folders of diffs that people wrote, and the script that each of them changes.
 WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
+WRITTEN["minimal/recipes"] = "minimal/distributed.py"
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -40,7 +42,7 @@ HUNKS = {
 # The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
 # from the one that holds it on.
 LESSON = [
-    ("import gc", "ranks"),
+    ("import gc", "imports"),
     ("BATCH_SIZE = ", "data"),
     ("rank = int", "ranks"),
     ("sampler = Dist", "data"),
@@ -150,29 +152,63 @@ def recipe(written):
 
 
 def minimal_hunks(old, new):
-    """The changed lines of two minimal scripts, hunk by hunk, without the docstrings."""
+    """The hunks of two minimal scripts, without the docstrings: [(place in old, lines)].
+
+    The place is that of the first old line, from 0; the lines begin with + and -.
+    """
     hunks = []
     for line in diff(f"minimal/{old}", f"minimal/{new}", "-U0")[2:]:
         if line.startswith("@@"):
-            hunks.append([])
+            first, count = re.match(r"@@ -(\d+)(?:,(\d+))?", line).groups()
+            hunks.append((int(first) - (count != "0"), []))
         else:
-            hunks[-1].append(line)
-    assert all(line[1:].startswith(('"""', "$ ")) for hunk in hunks[:2] for line in hunk)
+            hunks[-1][1].append(line)
+    assert all(line[1:].startswith(('"""', "$ ")) for _, hunk in hunks[:2] for line in hunk)
     return hunks[2:]  # the docstring's sentence and its command are two
 
 
+def in_place(old, hunks):
+    """The lines of some hunks of minimal_hunks, between the lines of the old script around them.
+
+    "..." stands for what lies between two hunks that are not neighbours.
+    """
+    lines, shown, last = (ROOT / f"minimal/{old}.py").read_text().splitlines(), [], None
+    for first, hunk in hunks:
+        before = first - 1
+        while not lines[before]:
+            before -= 1
+        if last is not None and before <= last + 1:
+            shown += [" " + line for line in lines[last:first]]
+        else:
+            if last is not None:
+                shown += [*following(lines, last), " ..."]
+            shown += [" " + lines[before]] * (first - before < 3)  # what is above a function
+        shown += [line.rstrip() for line in hunk]
+        last = first + sum(line.startswith("-") for line in hunk)
+    return [line.rstrip() for line in shown + following(lines, last)]
+
+
+def following(lines, place):
+    """The next line, if it is not blank."""
+    return [" " + line for line in lines[place : place + 1] if line]
+
+
 def lesson():
-    """{"lesson STEP": a block with its changed lines}, which together are the whole diff."""
+    """{"lesson STEP": a block with its hunks}, which together are the whole diff."""
     hunks, steps, step = minimal_hunks("one_gpu", "distributed"), {}, None
-    for hunk in hunks:
+    for place, hunk in hunks:
         step = next((s for text, s in LESSON if any(text in line for line in hunk)), step)
-        steps.setdefault(step, []).extend(hunk)
+        steps.setdefault(step, []).append((place, hunk))
     assert steps.keys() == {step for _, step in LESSON}
-    return {f"lesson {step}": fenced("diff", lines) for step, lines in steps.items()}
+    made = {f"lesson {step}": fenced("diff", in_place("one_gpu", h)) for step, h in steps.items()}
+    imports = [line.rstrip() for _, hunk in steps["imports"] for line in hunk]
+    made["lesson imports"] = fenced("diff", [line for line in imports if line != "+"])
+    made["added"] = str(sum(line[0] == "+" != line for _, hunk in hunks for line in hunk))
+    return made
 
 
 def bug(written):
-    """A block with the hunks of a mistake, each from its first changed line to its last.
+    """A block with the hunks of a diff, each from its first changed line to its last.
 
     Lines that are only added stand between their neighbours.
     """
@@ -190,8 +226,12 @@ def fenced(kind, lines):
 
 
 def whole(old, new):
-    """A block with all changed lines of two minimal scripts."""
-    return fenced("diff", itertools.chain(*minimal_hunks(old, new)))
+    """A block with all hunks of two minimal scripts; the imports, which come first, stand last."""
+    hunks = minimal_hunks(old, new)
+    main = (ROOT / f"minimal/{old}.py").read_text().splitlines().index("EPOCHS = 5")
+    body = in_place(old, [hunk for hunk in hunks if hunk[0] > main])
+    imports = [line for place, hunk in hunks if place <= main for line in hunk]
+    return fenced("diff", body + [" ..."] * bool(imports) + [i for i in imports if i[1:]])
 
 
 def excerpt(path, *pairs):
@@ -282,12 +322,15 @@ def blocks():
     columns = ("index_s", "start_s", "worker_private_mb", "us_per_image")
     made["scale"] = table("scale", "name", "files", *columns)
     made |= lesson()
+    made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
     for name in MINIMAL:
         made[f"minimal {name}"] = whole("distributed", name)
+    for name in LIBRARIES:
+        made[f"library {name}"] = whole("one_gpu", f"libraries/{name}")
     for path, text in written_diffs().items():
-        folder, name = path.removesuffix(".diff").split("/")
-        show = {"recipes": recipe, "bugs": bug}[folder]
+        folder, _, name = path.removesuffix(".diff").rpartition("/")
+        show = {"recipes": recipe, "bugs": bug, "minimal/recipes": bug}[folder]
         made[f"{folder[:-1]} {name}"] = show(text)
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))

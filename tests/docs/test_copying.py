@@ -30,6 +30,28 @@ def test_a_script_alone_runs_with_what_may_do_nothing(work, tmp_path):
     last_result(good(tmp_path / "alone.py", *flags, ranks=2, cwd=work))
 
 
+@pytest.mark.full
+def test_a_schedule_by_step_ends_with_the_training(tmp_path):
+    """As README.md says: it has as many steps as all epochs together, in each process."""
+    row = re.search(r"^\| schedule by step (.*)$", (ROOT / "README.md").read_text(), re.M)[1]
+    steps, after, length = re.findall(r"`(.*?)`", row)[:3]
+    text = (ROOT / "minimal/distributed.py").read_text()
+    made = f"scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, {length})"
+    for line, more in [
+        ("    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)", made),
+        (f"            {after}", steps),
+        ("    dist.destroy_process_group()", 'torch.save(scheduler.state_dict(), f"{rank}.pth")'),
+    ]:
+        assert text.count(f"{line}\n") == 1
+        indent = line[: len(line) - len(line.lstrip())]
+        text = text.replace(f"{line}\n", f"{line}\n{indent}{more}\n")
+    (tmp_path / "script.py").write_text(text)
+    good(tmp_path / "script.py", ranks=2)
+    for rank in range(2):
+        state = torch.load(tmp_path / f"{rank}.pth", weights_only=False)
+        assert state["last_epoch"] == state["total_steps"] == 5 * (1437 // 64)
+
+
 class Several(nn.Module):
     """A model of a dict of a video, whose weights have five dimensions, and a tuple."""
 

@@ -55,10 +55,10 @@ def in_docstrings(*folders):
     return [c for path in paths for c in re.findall(r"^\$ (.*)$", path.read_text(), re.M)]
 
 
-# Those of docs/recipes.md change the script, and are run block by block.
+# Those of docs/recipes*.md change the script, and are run block by block.
 RECIPES = [block for kind, block in FENCE.findall(read("docs/recipes.md")) if kind == "sh"]
-DOCUMENTED = [c for name in ENGLISH if name != "docs/recipes.md" for c in commands(read(name))]
-DOCUMENTED += in_docstrings(".", "docs", "tools", "benchmarks", "minimal")
+DOCUMENTED = [c for name in ENGLISH if "docs/recipes" not in name for c in commands(read(name))]
+DOCUMENTED += in_docstrings(".", "docs", "tools", "benchmarks", "minimal", "minimal/libraries")
 DOCUMENTED = list(dict.fromkeys(DOCUMENTED))
 # What start.sh runs, by its name there. Slurm's is run on a cluster.
 STARTED = {
@@ -97,6 +97,7 @@ TESTED = {
     r"python docs/unpack_imagenet\.py": "docs/test_docs.py::test_the_archives_are_unpacked",
     r"python docs/use_weights\.py": "docs/test_docs.py::test_weights_are_used_elsewhere",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",
+    any_of(in_docstrings("minimal/libraries")): "docs/test_libraries.py::test_trains",
     any_of(test_slurm.COMMANDS): "cluster/test_slurm.py::test_command_of_the_documents",
     r"sbatch .*": "cluster/test_slurm.py::test_the_job_file",
     r"tests/cluster/slurm/cluster\.sh start": "docs/test_minimal.py::slurm",
@@ -104,6 +105,7 @@ TESTED = {
     r"TORCH_DISABLE_\w+=1 torchrun .*": "cluster/test_elastic.py::command",
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
     r"python -m benchmarks\.\w+.*": "run/test_benchmark.py::command",
+    r"python tools/record\.py": "docs/test_record.py::test_the_recording",
 }
 
 
@@ -331,6 +333,17 @@ def test_what_is_generated_is_as_its_source():
     assert {kind for blocks in others for kind, _ in blocks} == {"sh", "text"}
 
 
+def test_the_lesson_is_the_whole_difference():
+    """All lines of `diff` are in a step, none twice; how many are added is what README.md says."""
+    lines = generate.diff("minimal/one_gpu", "minimal/distributed", "-U0")[2:]
+    changed = [line for line in lines if line[0] in "+-" and line not in "+-"]
+    steps = [text for name, text in BLOCK.findall(read()) if name.startswith("lesson ")]
+    shown = [line for text in steps for line in text.splitlines() if line[:1] in ("+", "-")]
+    assert sorted(shown) == sorted(changed[4:])  # the two lines of the docstrings
+    added = sum(line[0] == "+" for line in shown)
+    assert f"{added}<!-- end --> added lines" in read() and len(read().splitlines()) <= 300
+
+
 @pytest.mark.parametrize("name", ENGLISH)
 def test_both_languages_have_the_same_commands_and_code(name):
     english, chinese = read(name), read(name.replace(".md", ".zh-CN.md"))
@@ -362,6 +375,8 @@ def test_links_resolve_and_reach_every_document():
             path, _, anchor = link.partition("#")
             if link.startswith("https://"):
                 continue
+            if path.endswith(".svg") and "recording" not in path:  # it has labels
+                assert (".zh-CN." in path) == (".zh-CN." in name), link
             target = (ROOT / name).parent / path if path else ROOT / name
             assert target.exists(), link
             assert not anchor or anchor in anchors(target.read_text()), link

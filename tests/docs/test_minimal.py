@@ -17,6 +17,7 @@ from conftest import PYTHON, ROOT, Job, needs_horovod, run
 from sklearn.datasets import load_digits
 
 from minimal import one_gpu
+from tests.docs.ranks import good
 from tests.launched import cmdline
 
 NAMES = sorted(path.stem for path in (ROOT / "minimal").glob("*.py"))
@@ -82,23 +83,64 @@ def test_trains_and_saves_what_the_plain_net_loads(name, trained):
     lines = [line for line in output.splitlines() if not line.startswith("double: ")]
     said = [re.fullmatch(r"epoch (\d): (\d+\.\d) % correct", line) for line in lines]
     assert all(said) and [int(line[1]) for line in said] == [*range(one_gpu.EPOCHS)], output
-    assert float(said[-1][2]) >= 95
+    assert float(said[-1][2]) >= 95 and said[-1][2] == accuracy(weights)
 
+
+def accuracy(weights):
+    """As the scripts print it: that of the plain net, on the whole validation set."""
     net = one_gpu.build_net()
     net.load_state_dict(weights)
     digits = load_digits()
     images = torch.tensor(digits.images[4::5], dtype=torch.float32).unsqueeze(1) / 16
     with torch.no_grad():
         correct = net.eval()(images).argmax(1) == torch.tensor(digits.target[4::5])
-    assert len(images) == 359 and said[-1][2] == f"{100 * correct.sum().item() / 359:.1f}"
+    assert len(images) == 359
+    return f"{100 * correct.sum().item() / 359:.1f}"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["multiprocessing_distributed", "distributed_slurm_main"])
 def test_the_launcher_changes_no_bit(name, trained):
-    weights, torchruns = trained(name)[1], trained("distributed")[1]
+    assert_same(trained(name)[1], trained("distributed")[1])
+
+
+@pytest.mark.full
+def test_by_hand_is_what_ddp_does(trained):
+    assert_same(trained("by_hand")[1], trained("distributed")[1])
+
+
+def assert_same(weights, torchruns):
+    """To the bit."""
     assert weights.keys() == torchruns.keys()
     assert all(weights[key].equal(torchruns[key]) for key in weights)
+
+
+@pytest.mark.full
+def test_fsdp_is_ddp_in_parts(trained):
+    torch.testing.assert_close(trained("fsdp_distributed")[1], trained("distributed")[1])
+
+
+@pytest.mark.full
+def test_fsdp_validates_in_parts_of_unlike_length(tmp_path):
+    """Of 359 images, 180 and 179: two batches and one. No process waits, each image counts once.
+
+    After a step each process has half of every weight, and no more.
+    """
+    text = (ROOT / "minimal/fsdp_distributed.py").read_text()
+    probe = """
+        kept = [(w.numel(), w.to_local().numel()) for w in net.parameters()]
+        torch.save(kept, f"kept{rank}.pth")"""
+    line = "        net.eval()"
+    for old, new in [("EPOCHS = 5", "EPOCHS = 1"), ("= 64  #", "= 179  #"), (line, line + probe)]:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "script.py").write_text(text)
+    output = good(tmp_path / "script.py", ranks=2)
+    weights = torch.load(tmp_path / "digits.pth", weights_only=True)
+    assert output == f"epoch 0: {accuracy(weights)} % correct\n"
+    for rank in (0, 1):
+        kept = torch.load(tmp_path / f"kept{rank}.pth")
+        assert kept and all(2 * part == whole for whole, part in kept)
 
 
 @pytest.mark.full

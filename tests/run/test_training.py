@@ -137,7 +137,7 @@ def test_dataparallel_validates_on_all_gpus(work):
 
 
 COUNTER = """
-import collections, json, sys
+import collections, json, os
 import torch, torch.distributed as dist
 import distributed
 
@@ -160,8 +160,9 @@ counted(torch.optim.SGD, "zero_grad", lambda _: steps.append({**calls, "zero_gra
 keys = distributed.TrainSampler.__iter__
 distributed.TrainSampler.__iter__ = lambda self: iter(orders.append([*keys(self)]) or orders[-1])
 distributed.main()
-with open("counted.json", "w") as file:
-    json.dump([steps, calls, [[index for _, index in order] for order in orders]], file)
+if os.environ["RANK"] == "0":
+    with open("counted.json", "w") as file:
+        json.dump([steps, calls, [[index for _, index in order] for order in orders]], file)
 """
 
 

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 from torch.utils.data import DataLoader
+from torchvision.datasets import imagenet
 
 from common import archives as module
 from common.images import image_folders
@@ -30,7 +31,8 @@ WNIDS = [f"n{number:08d}" for number in range(10)]
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """An empty folder; indexes are kept beside it."""
+    """An empty folder; indexes are kept beside it. Any devkit is taken for the real one."""
+    monkeypatch.setitem(imagenet.ARCHIVE_META, "devkit", (f"{DEVKIT}.tar.gz", None))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
@@ -50,12 +52,10 @@ def folders(tmp_path_factory):
             image = Image.fromarray(noise.integers(0, 256, (16, 20, 3), dtype=np.uint8))
             image.save(root / part / wnid / f"{name}.JPEG")
     folder = root / "train/n00000003"
-    first, second, third, fourth, *_ = sorted(folder.iterdir())
+    first, second, *_ = sorted(folder.iterdir())
     (folder / "a b").mkdir()
     first.rename(folder / "a b/ä.JPEG")
     second.rename(folder / "a.JPEG")
-    third.unlink()
-    os.link(fourth, folder / "link.JPEG")  # tar packs a link too
     for name in (".hidden.jpg", "notes.txt", "notes.cls", "notes.CLS"):
         (folder / name).write_text("neither an image nor a class")
     return root
@@ -120,9 +120,9 @@ def as_downloaded(folders, root):
 def write_devkit(root, wnids, truth):
     """In its real format. Its numbers of classes are in no order, and some are of no image."""
     numbers = {wnid: (i * 7 + 3) % len(wnids) + 1 for i, wnid in enumerate(wnids)}
-    table = [(numbers[wnid], wnid, "a, b", np.array([])) for wnid in sorted(wnids)]
-    table.append((len(wnids) + 1, "n99999999", "c", np.array([1, 2])))
-    kind = [(field, "O") for field in ("ILSVRC2012_ID", "WNID", "words", "children")]
+    table = [(numbers[wnid], wnid, "a, b", "gloss", 0) for wnid in sorted(wnids)]
+    table.append((len(wnids) + 1, "n99999999", "c", "gloss", 2))
+    kind = [(f, "O") for f in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")]
     mat = io.BytesIO()
     savemat(mat, {"synsets": np.array(table, kind).reshape(-1, 1)})
     lines = "".join(f"{numbers[wnid]}\n" for wnid in truth).encode()
@@ -189,7 +189,6 @@ def test_web_dataset(folders, data):
     for dataset, folder in pairs:
         assert dataset.classes == [str(i) for i in range(12)]
         assert len(dataset) == len(folder) + 2 and (np.diff(dataset.targets) >= 0).all()
-        dataset.choose = folder.choose = None
         dataset.transform = folder.transform = lambda image: image
         got = [(image.numpy().tobytes(), target - 2) for image, target in dataset]
         assert sorted(got[2:]) == sorted(drawn(folder))
@@ -286,20 +285,22 @@ def as_imagenets(root, size=None):
 NO_TAR = "is damaged, compressed, or no tar archive: "
 ERRORS = [
     (lambda r: cut(r / "train.tar", 60, 612), f"/train.tar {NO_TAR}unexpected end of data$"),
-    (lambda r: cut(r / "train.tar", 60, 0), r"/train.tar is incomplete, or damaged at byte \d+: "),
-    (lambda r: flip_a_header(r / "val.tar"), r"/val.tar is incomplete, or damaged at byte \d+: "),
+    (lambda r: cut(r / "train.tar", 60, 0), r"/train.tar is incomplete, .* at byte \d+: "),
+    (lambda r: flip_a_header(r / "val.tar"), r"/val.tar is incomplete, .* damaged, at byte \d+: "),
     (lambda r: (r / "val.tar").write_text(""), f"/val.tar {NO_TAR}empty file$"),
-    (lambda r: change(r / "val.tar", lambda data: 2 * data), "/val.tar is several archives in one"),
+    (
+        lambda r: change(r / "val.tar", lambda data: 2 * data),
+        "/val.tar is .* several archives in one",
+    ),
     (lambda r: change(r / "train.tar", gzip.compress), f"/train.tar {NO_TAR}"),
     (lambda r: (r / "val.tar").rename(r / "val.tar.zst"), "no folder .*/val: .*, not compressed$"),
-    (pack_a_link, "/train.tar: n1/a.jpg is not a regular file: pack with tar --dereference$"),
+    (pack_a_link, "/train.tar: n1/a.jpg is not a regular file: pack with tar --dereference"),
     (lambda r: pack(r / "train-0.tar", {}), " both train.tar and train-0.tar: move one of them"),
     (lambda r: shards(r, "00", "02"), ": number train-00.tar train-02.tar from 0"),
     (lambda r: shards(r, "0", "1", "01"), ": number train-0.tar train-01.tar train-1.tar"),
     (lambda r: label(r, a=None), "/train.tar has no images in classes: .*tar -cf train.tar -C tr"),
     (lambda r: label(r, a="0", b=None), "/train.tar: there is no b.cls beside b.jpg$"),
     (lambda r: label(r, a="cat"), "/train.tar: a.cls is 'cat', not the number of a class$"),
-    (lambda r: label(r, a="0", b="2"), ": a KEY.cls has class 2, but none has class 1: number "),
     (as_imagenets, f"^no /.*/{DEVKIT}.tar.gz: it has the classes of the images in /.*_val.tar$"),
     (lambda r: as_imagenets(r, 10**4), "t12.tar.gz has the classes of 1 images, not 50$"),
     (lambda r: as_imagenets(r, 200), "^cannot read /.*t12.tar.gz: "),

@@ -28,7 +28,7 @@ def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     for words in (
         "your package.module:callable (default: resnet50; for the digits: resnet18) ",
-        "it is scaled with the batch (default: 0.1) ",
+        "it is scaled with the batch (default: 0.1; for the digits: 0.1) ",
         "of all weights (default: 0.0001) ",
         "save every N steps too; 0: do not (default: 0) ",
         f"of the forward pass (default: {precision}) ",
@@ -42,10 +42,10 @@ def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("limits", "text", "message"),
     [
-        ((int, 1), "0", "must be at least 1, not 0"),
+        ((int, 1), "0", "must be 1 or more, not 0"),
         ((int, 1, 4096), "4097", "must be between 1 and 4096, not 4097"),
-        ((float, 0), "nan", "must be at least 0, not nan"),
-        ((float, 0), "inf", "must be finite, not inf"),
+        ((float, 0), "nan", "must be 0 or more, not nan"),
+        ((float, 0), "inf", "must be 0 or more, not inf"),
         ((int, 1), "many", "invalid int value: 'many'"),
     ],
 )

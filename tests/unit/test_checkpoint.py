@@ -8,6 +8,7 @@ import functools
 import io
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import resource
@@ -177,8 +178,8 @@ def test_a_schedule_and_a_state_of_ones_own_go_on(tmp_path, optimizer, more):
         assert straight[key] == broken[key], key
 
 
-def test_what_the_script_changes_is_changed(tmp_path):
-    """And what it leaves is the checkpoint's, though a scheduler has moved it: the rate too."""
+def test_what_the_script_gives_now_counts(tmp_path):
+    """And what it gives as before is the checkpoint's, though the training has changed it."""
     run = opened(tmp_path)
     run.optimizer.param_groups[0] |= {"momentum": 0.85, "lr": 0.03, "weight_decay": 0.5}
     run.save()
@@ -237,7 +238,7 @@ def more_meters():
     [
         (adamw, {}, "has the optimizer SGD, but this run has AdamW$"),
         (other_model, {}, "does not fit the model: .*Missing key.*running_mean"),
-        (four_groups, {}, r"has weights in groups of \[4\], but this run has \[1, 1, 1, 1\]$"),
+        (four_groups, {}, "does not fit the optimizer: ValueError: .* number of parameter groups$"),
         (more_meters, {}, r"has half an epoch of \['loss'\], but this run has \['acc@10', 'loss'"),
         (parts, {"ema": None}, r"has the state of \['ema'\], but this run has \[\]$"),
         (parts, {"mine": Patience()}, "has the state of .*, but this run has .*'mine'"),
@@ -307,11 +308,9 @@ def test_an_evaluation_needs_the_model_alone(tmp_path):
 
 def test_a_state_that_could_not_be_read_again_is_said_at_once(tmp_path):
     """Not at the resume: then it would be too late."""
-    for value, named in ((Patience(), "GLOBAL test_checkpoint.Patience"), (lambda: 0, ".*lambda")):
-        mine = SimpleNamespace(state_dict=lambda value=value: {"value": value})
-        message = f"^the state of mine holds more than tensors: {named}.*$"
-        with pytest.raises(ValueError, match=message):
-            restored(tmp_path, mine=mine)
+    mine = SimpleNamespace(state_dict=lambda: {"value": Patience()})
+    with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL test_checkpoint\.Patience"):
+        restored(tmp_path, mine=mine)
 
 
 def test_keys_are_plain_python(tmp_path):
@@ -462,8 +461,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     Command.path = str(tmp_path / "ran")
     write(tmp_path / "c", 1)
     torch.save({**load(tmp_path / "c"), "args": Command()}, tmp_path / "c/checkpoint.pth")
-    message = "is not loaded, it holds more than tensors: GLOBAL posix.mkdir$"
-    refused(tmp_path / "c", message)
+    refused(tmp_path / "c", r"is no checkpoint of these scripts: torch.load\(.*\) refuses it$")
     assert not os.path.exists(Command.path)
     torch.load(tmp_path / "c/checkpoint.pth", weights_only=False)
     assert os.path.exists(Command.path)  # it would
@@ -542,11 +540,11 @@ def test_each_file_of_a_run_makes_the_folder_its_own(tmp_path, name):
     folder = tmp_path / "c"
     folder.mkdir()
     shutil.copy(tmp_path / "whole" / name, folder / name)
-    message = f"{folder} holds a run .{name}.: give another --checkpoint-dir"
-    refused(folder, f"{message}, or continue it with --resume auto$", None)
-    refused(folder, message, str(tmp_path / "whole/checkpoint.pth"))
+    message = f"{folder} holds a run .{name}.: give another --checkpoint-dir, or continue"
+    for resume in (None, str(tmp_path / "whole/checkpoint.pth")):
+        refused(folder, message, resume)
     if name == "metrics.jsonl":
-        refused(folder, f"{message}$", "auto")
+        refused(folder, message, "auto")
     else:
         run = opened(folder)
         assert run.epoch == load(tmp_path / "whole", name)["epoch"]
@@ -571,7 +569,7 @@ def test_only_the_newest_goes_on_in_its_folder(tmp_path):
     before = content(tmp_path / "c")
     for name, epoch in (("c/checkpoint.prev.pth", 2), ("d/model_best.pth", 1), ("best.pth", 1)):
         for folder in "cd":
-            message = r"not the newest .*: give another --checkpoint-dir to continue it"
+            message = "not the newest .*: give another --checkpoint-dir, or continue the newest"
             refused(tmp_path / folder, message, f"{tmp_path}/{name}")
         save(opened(tmp_path / "new" / name, f"{tmp_path}/{name}"), epoch + 1)
         assert load(tmp_path / "new" / name)["epoch"] == epoch + 1

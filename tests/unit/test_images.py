@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import sys
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,7 +18,7 @@ from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 
-from common.images import ImageFolder, centre_crop, digits_folder, image_folders, random_crop
+from common.images import ImageFolder, RandomCrop, centre_crop, digits_folder, image_folders
 
 # scikit-learn's two photographs, 427 x 640 RGB.
 CHINA, FLOWER = (Image.fromarray(image) for image in load_sample_images().images)
@@ -102,6 +103,18 @@ def test_every_decoder_gives_the_same_pixels(decoders):
         assert (pixels.numpy() == expected).all(), name
 
 
+@pytest.mark.parametrize("exif", [b"hi", b"II*\0", b"II*\0\x08\0\0\0\1\0\x12\1\2\0\4\0\0\0six\0"])
+def test_a_damaged_exif_tag_turns_nothing(exif, decoders):
+    """A header that ends early, and an orientation that is a text."""
+    file = io.BytesIO()
+    CHINA.resize((60, 40)).save(file, "JPEG", exif=b"Exif\0\0" + exif)
+    with Image.open(file) as image:
+        expected = as_tensor(image)
+    for module in decoders[:2]:
+        assert module.decode(file.getvalue()).equal(expected)
+        assert module.decode(file.getvalue(), lambda *size: (0, 0, *size)).equal(expected)
+
+
 def test_damaged_images_are_errors(decoders):
     """Of bytes that were cut off or changed; no decoder crashes."""
     files = files_of_every_kind()
@@ -171,7 +184,7 @@ def test_crops_are_torchvisions_within_rounding():
             expected = v2.functional.resize(image, [size, size], antialias=True).int()
             how = {"scale": (1, 1), "ratio": (width / height, width / height)}  # all of it
             for flip in (0, 1):
-                ours = random_crop(image, size, **how, flip=flip)
+                ours = RandomCrop(size, **how, flip=flip)(image)
                 assert ours.dtype == torch.uint8 and ours.shape == expected.shape
                 assert (ours.int() - (expected.flip(-1) if flip else expected)).abs().max() <= 2
 
@@ -189,17 +202,37 @@ def test_random_crop_has_the_distribution_of_random_resized_crop():
         spread = crops.amax((2, 3)) - crops.amin((2, 3))
         return torch.cat([crops.mean((0, 2, 3)), spread.mean(0), spread.std(0)])
 
-    ours = moments(lambda image: random_crop(image, 16))
+    ours = moments(RandomCrop(16))
     theirs = moments(
         v2.Compose([v2.RandomResizedCrop(16, antialias=True), v2.RandomHorizontalFlip()])
     )
     assert (ours - theirs).abs().max() < 6, (ours, theirs)
 
 
+@pytest.mark.parametrize("kind", ["jpg", "png"])  # decoded in part, and as a whole
+def test_a_crop_lies_in_memory_as_the_batch_does(kind, tmp_path):
+    """Else the worker takes ten times as long to stack the batch."""
+    (tmp_path / "class").mkdir()
+    CHINA.save(tmp_path / f"class/1.{kind}")
+    image, _ = ImageFolder(str(tmp_path), RandomCrop(24))[0]
+    assert image.permute(1, 2, 0).is_contiguous()
+
+
+def test_another_transform_gets_the_whole_image(folder):
+    """One that holds a RandomCrop crops once, as the RandomCrop alone does."""
+    dataset = ImageFolder(str(folder), lambda image: image)
+    assert dataset[0][0].shape == (3, 16, 20)
+    crops = []
+    for dataset.transform in (RandomCrop(8), v2.Compose([RandomCrop(8)])):
+        torch.manual_seed(0)
+        crops.append(torch.stack([image for image, _ in dataset]))
+    assert crops[0].equal(crops[1])
+
+
 @pytest.mark.parametrize("shape", [(9, 31), (640, 40), (40, 640), (1, 1)])
 def test_images_of_any_shape(shape):
-    for crop in (random_crop, centre_crop):
-        assert crop(as_tensor(CHINA.resize(shape)), 24).shape == (3, 24, 24)
+    for crop in (RandomCrop(24), partial(centre_crop, size=24)):
+        assert crop(as_tensor(CHINA.resize(shape))).shape == (3, 24, 24)
 
 
 # Folders.

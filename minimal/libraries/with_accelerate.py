@@ -1,0 +1,66 @@
+"""Accelerate: prepare() divides the data, wraps the model and adapts to any number of processes.
+
+$ torchrun --standalone --nproc-per-node=2 minimal/libraries/with_accelerate.py
+"""
+
+import torch
+import torch.nn as nn
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+EPOCHS = 5
+BATCH_SIZE = 64  # images in a step, over all processes: a multiple of their number
+
+
+def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each digit, [n, 10]
+    conv = nn.Sequential(nn.Conv2d(1, 64, kernel_size=3), nn.BatchNorm2d(64), nn.ReLU())
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(64 * 6 * 6, 10))
+
+
+def main():
+    # The batch is shared. By default each process has one, and a scheduler steps more often.
+    shared = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=shared)
+    device = accelerator.device
+    set_seed(0, device_specific=True)  # else all processes would draw the same random numbers
+
+    digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    dataset = TensorDataset(images, torch.tensor(digits.target))
+    train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    val_set = Subset(dataset, range(4, 1797, 5))
+    train_loader = DataLoader(train_set, BATCH_SIZE, shuffle=True, drop_last=True)
+    val_loader = DataLoader(val_set, BATCH_SIZE)
+
+    net = build_net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    net, optimizer, train_loader, val_loader = accelerator.prepare(
+        net, optimizer, train_loader, val_loader
+    )
+
+    for epoch in range(EPOCHS):
+        net.train()
+        for images, target in train_loader:
+            output = net(images.to(device))
+            loss = nn.functional.cross_entropy(output, target.to(device))
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+
+        net.eval()
+        correct = torch.zeros(1, device=device)
+        with torch.no_grad():
+            for images, target in val_loader:
+                output = net(images.to(device))
+                right = output.argmax(dim=1) == target.to(device)
+                correct += accelerator.gather_for_metrics(right).sum()  # without repeated images
+        if accelerator.is_main_process:
+            print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
+            torch.save(accelerator.unwrap_model(net).state_dict(), "digits.pth")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Lightning Fabric: it starts the processes, wraps the model and divides the data.
+
+$ python minimal/libraries/with_fabric.py
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from lightning_fabric import Fabric
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+EPOCHS = 5
+BATCH_SIZE = 64  # images in a step, over all processes: a multiple of their number
+
+
+def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each digit, [n, 10]
+    conv = nn.Sequential(nn.Conv2d(1, 64, kernel_size=3), nn.BatchNorm2d(64), nn.ReLU())
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(64 * 6 * 6, 10))
+
+
+def main():
+    fabric = Fabric(devices=torch.cuda.device_count() or 2)
+    fabric.launch()  # starts this script for the other processes
+    device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
+    torch.manual_seed(rank)  # not seed_everything(rank): processes would share images
+
+    digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    dataset = TensorDataset(images, torch.tensor(digits.target))
+    train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    val_set = Subset(dataset, range(4, 1797, 5))
+    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, shuffle=True, drop_last=True)
+    train_loader = fabric.setup_dataloaders(train_loader)
+    # Not this one: it would repeat images.
+    val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))
+
+    net = build_net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = fabric.setup(net, optimizer)
+
+    for epoch in range(EPOCHS):
+        net.train()
+        for images, target in train_loader:
+            output = model(images.to(device))
+            loss = nn.functional.cross_entropy(output, target.to(device))
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+
+        for buffer in net.buffers():
+            dist.broadcast(buffer, src=0)  # rank 0's BatchNorm statistics are the ones saved
+        net.eval()
+        correct = torch.zeros(1, device=device)
+        with torch.no_grad():
+            for images, target in val_loader:
+                output = net(images.to(device))
+                correct += (output.argmax(dim=1) == target.to(device)).sum()
+        correct = fabric.all_reduce(correct, reduce_op="sum")  # the default is the mean
+        if rank == 0:
+            print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
+            torch.save(net.state_dict(), "digits.pth")
+
+
+if __name__ == "__main__":
+    main()

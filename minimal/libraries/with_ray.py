@@ -1,0 +1,72 @@
+"""Ray Train: it starts the processes, on one machine or many, and wraps the model.
+
+$ python minimal/libraries/with_ray.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from ray import train
+from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+EPOCHS = 5
+BATCH_SIZE = 64  # images in a step, over all processes: a multiple of their number
+
+
+def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each digit, [n, 10]
+    conv = nn.Sequential(nn.Conv2d(1, 64, kernel_size=3), nn.BatchNorm2d(64), nn.ReLU())
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(64 * 6 * 6, 10))
+
+
+def main(config):
+    rank, world_size = train.get_context().get_world_rank(), train.get_context().get_world_size()
+    device = get_device()
+    torch.manual_seed(rank)  # else all processes would draw the same random numbers
+
+    digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    dataset = TensorDataset(images, torch.tensor(digits.target))
+    train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    val_set = Subset(dataset, range(4, 1797, 5))
+    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, shuffle=True, drop_last=True)
+    train_loader = prepare_data_loader(train_loader)
+    # Not this one: it would repeat images.
+    val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))
+
+    net = build_net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    model = prepare_model(net)
+
+    for epoch in range(EPOCHS):
+        train_loader.sampler.set_epoch(epoch)  # else every epoch would have the same order
+        net.train()
+        for images, target in train_loader:
+            output = model(images.to(device))
+            loss = nn.functional.cross_entropy(output, target.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        for buffer in net.buffers():
+            dist.broadcast(buffer, src=0)  # rank 0's BatchNorm statistics are the ones saved
+        net.eval()
+        correct = torch.zeros(1, device=device)
+        with torch.no_grad():
+            for images, target in val_loader:
+                output = net(images.to(device))
+                correct += (output.argmax(dim=1) == target.to(device)).sum()
+        dist.all_reduce(correct)  # the sum over all processes
+        if rank == 0:
+            print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
+            torch.save(net.state_dict(), config["path"])
+
+
+if __name__ == "__main__":
+    gpus = torch.cuda.device_count()
+    scaling = train.ScalingConfig(num_workers=gpus or 2, use_gpu=gpus > 0)
+    config = {"path": os.path.abspath("digits.pth")}  # the processes work in another folder
+    TorchTrainer(main, train_loop_config=config, scaling_config=scaling).fit()
