@@ -33,7 +33,7 @@ class Terminal:
         for screen in (self.screen, self.wide):
             screen.set_mode(pyte.modes.LNM)
         self.streams = [pyte.ByteStream(screen) for screen in (self.screen, self.wide)]
-        self.raw, self.current = b"", []  # all bytes; the line of the cursor, each time
+        self.raw, self.current = b"", []  # all bytes; the cursor's lines, whole ones
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         clean = without_launchers(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
@@ -64,10 +64,12 @@ class Terminal:
                 return self.lines()
             self.raw += data
             seen = len(self.current)
-            for part in re.split(rb"(?=\r)", data):  # a bar may come and go at once
+            # A bar may come and go in one read, or take two: it is whole once the next \r comes.
+            for part in re.split(rb"(?=\r)", data):
+                if part.startswith(b"\r"):
+                    self.current.append(self.wide.display[self.wide.cursor.y].rstrip())
                 for stream in self.streams:
                     stream.feed(part)
-                self.current.append(self.wide.display[self.wide.cursor.y].rstrip())
             if until and any(re.search(until, line) for line in self.current[seen:]):
                 return self.lines()
         self.process.kill()

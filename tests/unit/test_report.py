@@ -164,6 +164,17 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[1:] == [*others, command]
 
 
+def test_the_best_of_a_checkpoint_that_does_not_say_when_it_was(tmp_path, capsys):
+    """One that was written before the checkpoints had a best_epoch."""
+    epoch(opened(tmp_path, epochs=1), 50.0)
+    path = tmp_path / "checkpoint.pth"
+    state = torch.load(path, weights_only=True)
+    del state["best_epoch"]
+    torch.save(state, path)
+    print_end(opened(tmp_path, epochs=1))
+    assert "\nbest: 50.000, saved as " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "env, launcher",
     [
