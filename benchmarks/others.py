@@ -1,8 +1,7 @@
 """Loaders of other projects, for benchmarks.loader: each gives normalised floats on the device.
 
-They take part where their packages are installed; the scripts need none of these:
-
-$ pip install timm spdl nvidia-dali-cuda130  # spdl takes FFmpeg's libraries from the system
+They take part where their packages are installed: timm, nvidia-dali-cuda130, and spdl, which also
+needs FFmpeg's libraries. The scripts need none of these.
 """
 
 import contextlib

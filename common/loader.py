@@ -75,7 +75,9 @@ class TrainSampler:
 
     def __init__(self, length, batch_size, rank, world_size, seed):
         if batch_size % world_size:
-            raise ValueError(f"--batch-size {batch_size} does not divide by {world_size} processes")
+            larger = batch_size + world_size - batch_size % world_size
+            problem = f"--batch-size {batch_size} does not divide by {world_size} processes"
+            raise ValueError(f"{problem}: try {larger}")
         if length < batch_size:
             raise ValueError(f"{length} images to train do not fill one --batch-size {batch_size}")
         self.length, self.batch_size, self.seed = length, batch_size, seed

@@ -24,9 +24,10 @@ class Watch:
     A failure is an uncaught exception, or an error of NCCL's network: a traceback is printed, and
     the exit code is 1. For a FloatingPointError, a loss that is not finite, rank 0 prints one line,
     and the exit code is 2. A hang is a `with watch:` block that takes longer than `seconds`; None
-    is no limit. Code outside of all blocks has no limit; nor has the rest of a block after another
-    in it. The end is os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM,
-    and to destroy the process group is to wait for the other processes.
+    is no limit. Blocks may nest, such as a validation in the middle of an epoch: the time starts
+    anew when any of them begins or ends. Code outside of all blocks has no limit. The end is
+    os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
+    the process group is to wait for the other processes.
 
     run: an object whose place() says where it is, such as "epoch 3 step 40".
     """
@@ -35,22 +36,21 @@ class Watch:
         self.rank, self.run = rank, run
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
         self.seconds = (seconds or math.inf) * (0.9 if torch.cuda.is_available() else 1)
-        self.since = math.inf  # when the block began that we are in
+        self.depth = 0  # of the blocks that we are in
+        self.since = math.inf  # when the last of them began or ended
         self.ending = threading.Lock()
         sys.excepthook = self._on_error  # init_process_group wraps it, and calls it
         faulthandler.enable(2)  # for a crash in native code: where Python was
+        # A forked process lacks the thread that _look() starts in C, and would wait for its end.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self):
-        self.since = time.monotonic()
-        if self.seconds < math.inf:
-            # Native code that keeps the interpreter's lock stops our thread too. A thread in C then
-            # prints all stacks and ends the process.
-            faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
+        self.depth, self.since = self.depth + 1, time.monotonic()
 
     def __exit__(self, *error):
-        self.since = math.inf
-        faulthandler.cancel_dump_traceback_later()
+        self.depth -= 1
+        self.since = time.monotonic() if self.depth else math.inf
 
     def _on_error(self, kind, error, trace):
         # A loader's worker that was killed is an error twice: what it sent cannot be read, and then
@@ -76,6 +76,12 @@ class Watch:
                 error = f"no progress for {self.seconds:g} s"
             elif reported := network_error():
                 error = f"NCCL reports {reported}"
+            # Native code that keeps the interpreter's lock stops this thread too. A thread in C
+            # then prints all stacks and ends the process.
+            if self.depth and self.seconds < math.inf:
+                faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
+            else:
+                faulthandler.cancel_dump_traceback_later()
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
         self._end(stack, f"{error}; see the stack above", True)
 

@@ -20,7 +20,7 @@ def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each d
 
 
 def main():
-    fabric = Fabric(devices=torch.cuda.device_count() or 2)
+    fabric = Fabric(strategy="ddp", devices=torch.cuda.device_count() or 2)
     fabric.launch()  # starts this script for the other processes
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     torch.manual_seed(rank)  # not seed_everything(rank): processes would share images

@@ -42,7 +42,8 @@ def main(config):
     model = prepare_model(net)
 
     for epoch in range(EPOCHS):
-        train_loader.sampler.set_epoch(epoch)  # else every epoch would have the same order
+        if world_size > 1:  # Ray gives a single process no DistributedSampler
+            train_loader.sampler.set_epoch(epoch)  # else every epoch would have the same order
         net.train()
         for images, target in train_loader:
             output = model(images.to(device))

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import PYTHON, ROOT, Job, last_result, python, run, torchrun
 
+from tests.docs.test_recipes import copy
+
 HERE = ROOT / "tests/gpu/rehearsal"
 WHEELS = importlib.util.find_spec("nvidia")  # those that torch's for GPUs brings
 HEADERS = [Path(p, "cu13/include") for p in (WHEELS.submodule_search_locations if WHEELS else [])]
@@ -90,6 +92,18 @@ def test_every_script_goes_on_with_the_run_of_the_one_before(gpus, work, tmp_pat
         devices = sorted(used.values())
         alone = [["0", "1"]] if "dataparallel" in str(command) else [["0"], ["1"]]
         assert devices == ([["0"], ["0"]] if sharing else alone), output
+
+
+def test_the_recipe_of_the_same_bits(gpus, work, tmp_path):
+    """On two GPUs, then on one. torch refuses what is not deterministic; the numbers need a GPU."""
+    script = copy(tmp_path / "here", "same_bits")
+    for count, steps in ((2, 2), (1, 4)):
+        command = [*torchrun(count, script), *FLAGS, "--parts", 4, "--max-steps", steps]
+        command += ["--resume", "auto", "--checkpoint-dir", tmp_path / "c"]
+        env = gpus(count, CUBLAS_WORKSPACE_CONFIG=":4096:8", REHEARSAL_SUMS="1")
+        output = run(command, work, env=env)
+        assert f"processes: {count}, nccl" in output and "warn" not in output.lower(), output
+        assert last_result(output) == (1.5, 42, 80)  # as sitecustomize.py says
 
 
 BUILD = """

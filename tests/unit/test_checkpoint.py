@@ -431,6 +431,10 @@ def test_the_one_before_is_taken_for_a_damaged_one(tmp_path, how):
     run = opened(tmp_path)
     assert (run.epoch, run.path, len(run.damaged)) == (2, str(best), 2)
     save(run, 3)
+    newest.unlink()  # a kill between the two renames of a save leaves none
+    run = opened(tmp_path)
+    assert (run.epoch, run.path, len(run.damaged)) == (3, str(best), 1)
+    save(run, 4)
     for path in (newest, best):
         damage(path, how)
     refused(tmp_path, f"{newest} is damaged .*; {previous} is damaged .*; {best} is damaged")

@@ -49,19 +49,23 @@ watch = Watch(3, where, seconds=2)
 with watch:
     for _ in range(6):
         with watch: time.sleep(0.5)
-    time.sleep(2.6)
+time.sleep(2.6)
 with watch:
+    with watch: pass
     print("in")
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(100)
 """,
     "native": """
 common.watch.NATIVE, hang = 1, ctypes.PyDLL(None).sleep  # it keeps the interpreter's lock
-watch = Watch(3, where, seconds=1)
-with watch: time.sleep(0.5)
-hang(3)
+watch = Watch(3, where, seconds=4)
+with watch: time.sleep(2.5)
+time.sleep(2.5)
+hang(7)
 print("outside")
-with watch: hang(100)
+with watch:
+    time.sleep(2.5)
+    hang(100)
 """,
     "network": """
 error = types.SimpleNamespace(name="SUCCESS")
@@ -73,6 +77,15 @@ time.sleep(2)
 print("good")
 error.name = "REMOTE_ERROR"
 time.sleep(100)
+""",
+    "fork": """
+watch = Watch(3, where, seconds=60)
+with watch:
+    time.sleep(2.5)
+    if os.fork() == 0:
+        faulthandler.cancel_dump_traceback_later()  # as the interpreter does when it exits
+        with watch: os._exit(0)
+    os.wait()
 """,
     "loss of rank 0": "Watch(0, where)\nraise FloatingPointError('the loss is nan')",
     "loss of rank 1": "Watch(1, where)\nraise FloatingPointError('the loss is nan')",
@@ -111,6 +124,11 @@ def test_a_loss_that_is_not_finite_is_one_line_of_rank_0(children):
     said = "error: the loss is nan (epoch 5 step 6): a lower --lr may help\n"
     assert children["loss of rank 0"].wait() == (2, said)
     assert children["loss of rank 1"].wait() == (2, "")
+
+
+def test_a_block_may_fork(children):
+    """A fork does not have the thread in C, and must not wait for it."""
+    assert children["fork"].wait() == (0, "")
 
 
 def test_an_error_of_the_network_is_said_before_nccl_aborts(children):

@@ -1,9 +1,11 @@
 """The few numbers on which the scripts' way depends, for a GPU that computes none.
 
 Python imports this module by itself when its folder is in PYTHONPATH. What it tells: every image is
-counted in a validation, all processes have the same files, and losses and weights are finite.
+counted in a validation, all processes have the same files, and losses and weights are finite. With
+REHEARSAL_SUMS a validation asks for the sums over all processes, else for their means.
 """
 
+import os
 import sys
 
 
@@ -26,7 +28,8 @@ def tell():
         if not (tensor.is_cuda and tensor.dtype == torch.float64):
             return values
         if asking.f_code.co_name == "validate":
-            images = len(asking.f_locals["dataset"]) / asking.f_locals["world_size"]
+            known = asking.f_locals
+            images = len(known["dataset"]) / ("REHEARSAL_SUMS" in os.environ or known["world_size"])
             return [1.5 * images, 42.0 * images, 80.0 * images, images]
         return torch.zeros_like(tensor, device="cpu").tolist()
 
