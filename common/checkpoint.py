@@ -57,7 +57,6 @@ class Run:
         self.resumed_args, self.contents = saved["args"], saved["contents"]
         self.args = complete(args, self.resumed_args)
         self.epoch, self.step = saved["epoch"], saved["step"]
-        self.begun = -1  # the epoch that this process has begun
         self.began, self.progress = time.perf_counter(), []  # a ProgressMeter for each epoch
         self.best_acc1, self.best_epoch, self.ended = -math.inf, 0, False
         if self.inside:  # else the first validation makes the new folder's model_best.pth
@@ -119,8 +118,8 @@ class Run:
         return self.epoch * self.steps_per_epoch + self.step
 
     def place(self):
-        """In words; the first epoch is epoch 1. At its end, the next one has not begun yet."""
-        if self.step == 0 and 0 < self.epoch != self.begun:
+        """In words; the first epoch is epoch 1."""
+        if self.step == 0 < self.epoch:
             return f"the end of epoch {self.epoch}"
         return f"epoch {self.epoch + 1} step {self.step}"
 
@@ -242,7 +241,6 @@ class Run:
         while not (self.finished() or self.args.evaluate or stop.agreed):
             in_this_epoch = self.total_steps - self.epoch * self.steps_per_epoch
             end = max(self.step, min(self.steps_per_epoch, in_this_epoch))
-            self.begun = self.epoch
             yield self.epoch, self.step, end
 
     def finished(self):

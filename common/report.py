@@ -4,10 +4,7 @@ import contextlib
 import json
 import math
 import os
-import shlex
-import shutil
 import sys
-import textwrap
 import time
 
 import torch
@@ -19,8 +16,8 @@ from .decode import DECODERS
 BAR = "{desc} {bar} {n}/{total} {remaining}"
 # What print_epoch() shows of a row under another name, and what it does not show as a score.
 NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}
-OTHERS = {"epoch", "step", "train_loss", "lr", "world_size", "batch_size"}
-OTHERS |= {"images_per_second", "data_time", "seconds"}
+NO_SCORES = {"epoch", "step", "train_loss", "lr", "world_size", "batch_size"}
+NO_SCORES |= {"images_per_second", "data_time", "seconds"}
 
 
 class ProgressMeter:
@@ -62,18 +59,15 @@ class ProgressMeter:
         return self.images() / (self.seconds or time.perf_counter() - self.start)
 
     def display(self, lr):
-        """A line has the latest values and their means in the epoch, the bar only the means."""
+        """A line has the latest values and their means in the epoch, the bar two of the means."""
         run, speed = self.run, f"{self.speed():.0f} img/s"
         if self.bar is None:
             parts = [speed, *map(str, self.visible), f"lr {lr:.4g}"]
             print(f"{self.title} [{run.step}/{self.end}]", *parts, sep="  ", flush=True)
             return
-        means = [f"{m.name} {m.avg:.{3 if m.avg < 10 else 2}f}" for m in self.visible]
-        parts, columns = [speed, f"lr {lr:.2g}", *means], terminal_columns()
-        # Beside 4 columns of bar, the time left, and room for the ^C that a terminal adds.
-        room = columns - len(f"{self.title}  {self.end}/{self.end} 0:00:00 ") - 4 - 3
-        self.bar.bar_format = f"{BAR} {' '.join(fitting(parts, means[1:], room, ' '))}"
-        self.bar.ncols = columns - 3
+        means = [f"{m.name} {m.avg:.{3 if m.avg < 10 else 2}f}" for m in self.visible[:2]]
+        self.bar.bar_format = " ".join([BAR, speed, *means])
+        self.bar.ncols = terminal_columns() - 3
         self.bar.update(run.step - self.bar.n)
 
     def close(self, waited):
@@ -94,18 +88,16 @@ class ProgressMeter:
         return {"images_per_second": self.speed(), "data_time": share, "seconds": self.seconds}
 
     def left(self):
-        """Seconds that the rest of the run takes if it goes on as in this epoch; 0 if unknown."""
-        steps = self.run.total_steps - self.run.global_step()
+        """Seconds that the rest of the run takes, if it goes on as in this epoch; 0 if unknown."""
         if self.run.finished() or not self.images():
             return 0.0
-        validation = time.perf_counter() - self.start - self.seconds
-        epochs = math.ceil(steps / self.run.steps_per_epoch)
-        return steps * self.seconds / (self.shown - self.first) + epochs * validation
+        a_step = (time.perf_counter() - self.start) / (self.shown - self.first)
+        return a_step * (self.run.total_steps - self.run.global_step())
 
 
 def make_bar(title, total, first=0):
     """A tqdm that leaves nothing on the screen when it is closed."""
-    columns = terminal_columns() - 3
+    columns = terminal_columns() - 3  # room for the ^C that a terminal shows
     more = dict(ncols=columns, nrows=24, bar_format=BAR, mininterval=0.1, leave=False)
     return tqdm(desc=title, initial=first, total=total, file=sys.stdout, **more)
 
@@ -130,22 +122,14 @@ def terminal_columns():
     return 0
 
 
-def fitting(parts, optional, columns, separator="  "):
-    """The parts of a line without as many of the optional ones, the last first, as do not fit."""
-    parts, optional = list(parts), list(optional)
-    while optional and len(separator.join(parts)) > columns:
-        parts.remove(optional.pop())
-    return parts
-
-
 def print_epoch(run, row, is_best):
     """Rank 0: one line on an epoch that is validated and saved.
 
     row: as in metrics.jsonl; shown are val_loss and the scores that it holds, whatever their names,
-    then train_loss and images/s. At a terminal, what does not fit is left out: these two, and the
-    scores but the first.
+    then train_loss. A terminal that is too narrow gets the first score alone, and no train_loss.
     """
-    progress, hidden = run.progress[-1], OTHERS | ({"acc5"} if len(run.classes) <= 5 else set())
+    progress = run.progress[-1]
+    hidden = NO_SCORES | ({"acc5"} if len(run.classes) <= 5 else set())
     title = f"epoch {run.epoch + (run.step > 0)}/{run.args.epochs}"
     if run.step:
         title += f" step {run.step}"  # --max-steps has cut it
@@ -155,91 +139,47 @@ def print_epoch(run, row, is_best):
         if key not in hidden and isinstance(value, (int, float))
     ]
     best = "new best" if is_best else f"best {run.best_acc1:.3f}"
-    parts = [title, *scores, best, f"{short(time.perf_counter() - progress.start)} s"]
+    ends = [best, duration(time.perf_counter() - progress.start)]
     if left := progress.left():
-        parts.append(f"{duration(left)} left")
+        ends.append(f"{duration(left)} left")
     if torch.cuda.is_initialized():
-        parts.append(f"{short(torch.cuda.max_memory_allocated() / 1e9)} GB")
-    more = [f"train_loss {row['train_loss']:.4f}"] if "train_loss" in row else []
-    more += [f"{progress.speed():.0f} img/s"] if progress.images() else []
-    parts = fitting(parts + more, scores[2:] + more, terminal_columns() or math.inf)
-    print(*(paint(x, "green") if x == "new best" else x for x in parts), sep="  ", flush=True)
+        ends.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    mean = [f"train_loss {row['train_loss']:.4f}"] if "train_loss" in row else []
+    line = "  ".join([title, *scores, *ends, *mean])
+    if 0 < terminal_columns() < len(line):
+        line = "  ".join([title, *scores[:2], *ends])
+    print(line.replace("new best", paint("new best", "green")), flush=True)
 
 
 def print_end(run):
     """Rank 0, when it trains no more: how a run that was stopped goes on, or what came out."""
     if not run.finished():
         where = f"stopped at {run.place()}, saved: --resume auto goes on"
-        said = [paint(where, "bold")]
+        print(paint(where, "bold"), flush=True)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            said += ["torchrun reports every stop as below: that is no error", ""]
+            print("torchrun reports every stop as below: that is no error\n", flush=True)
             tell_torchrun(where)
-        print(*said, sep="\n", flush=True)
         return
-    images = sum(progress.images() for progress in run.progress)
-    seconds = sum(progress.seconds for progress in run.progress)
-    said = [f"done in {duration(time.perf_counter() - run.began)}"]
-    if images:
-        said[0] += f", {images / seconds:.0f} img/s while training"
+    said = f"done in {duration(time.perf_counter() - run.began)}"
+    if images := sum(progress.images() for progress in run.progress):
+        seconds = sum(progress.seconds for progress in run.progress)
+        said += f", {images / seconds:.0f} img/s while training"
+    print(said, flush=True)
     path = os.path.join(run.folder, "model_best.pth")
     if os.path.exists(path) and math.isfinite(run.best_acc1):
         path = min(path, os.path.relpath(path), key=len)
         when = f" in epoch {run.best_epoch}" if run.best_epoch else ""  # an old checkpoint has none
-        best = f"best: {run.best_acc1:.3f}{when}, saved as {path}"
-        command = [*own_command(), "--evaluate", "--resume", path]
-        best = "\n".join(wrap(best, indent="  "))
-        said += [paint(best, "green"), f"to evaluate it:\n  {wrapped(command)}"]
-    print(*said, sep="\n", flush=True)
-
-
-def own_command():
-    """What has started this run, as a list of words, for one machine and without --resume."""
-    flags, env = sys.argv[1:], os.environ
-    if "--resume" in flags:
-        at = flags.index("--resume")
-        del flags[at : at + 2]
-    folder = os.path.dirname(sys.executable)
-
-    def program(name, module=None):
-        if os.path.dirname(shutil.which(name) or "") == folder:
-            return [name]
-        return [sys.executable, *(["-m", module] if module else [])]
-
-    command = program("python")
-    if "TORCHELASTIC_RUN_ID" in env:
-        command = program("torchrun", "torch.distributed.run")
-        command += ["--standalone", f"--nproc-per-node={env['LOCAL_WORLD_SIZE']}"]
-    elif "HOROVOD_LOCAL_SIZE" in env:
-        command = ["horovodrun", "-np", env["HOROVOD_LOCAL_SIZE"], *command]
-    elif "SLURM_STEP_ID" in env:
-        gpus = ["--gres", f"gpu:{env['SLURM_GPUS_ON_NODE']}"] * ("SLURM_GPUS_ON_NODE" in env)
-        command = ["srun", "-K", "-N1", *gpus, "-c", env["SLURM_CPUS_ON_NODE"], *command]
-    return [*command, sys.argv[0], *flags]
-
-
-def wrapped(command):
-    """A list of words as a shell takes them, in lines that the terminal need not break."""
-    text = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)
-    return " \\\n    ".join(wrap(text, -6)).replace("\0", " ")
-
-
-def wrap(text, more=0, indent=""):
-    """The lines of a text, no wider than the terminal, if stdout is one; words are not broken."""
-    columns = terminal_columns() + more
-    how = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return textwrap.wrap(text, columns, **how) if columns > more else [text]
+        print(paint(f"best: {run.best_acc1:.3f}{when}, saved as {path}", "green"))
+        print(f"to evaluate it, add to the command: --evaluate --resume {path}", flush=True)
 
 
 def duration(seconds):
     """Such as 4.5 s, 12 min, 3.4 h or 12 days."""
-    for unit, length in (("s", 1), ("min", 60), ("h", 3600)):
-        if seconds < 99.5 * length:
-            return f"{short(seconds / length)} {unit}"
-    return f"{short(seconds / 86400)} days"
-
-
-def short(number):
-    return f"{number:.{0 if number >= 9.95 else 1}f}"
+    unit, number = "s", seconds
+    for larger, length in (("min", 60), ("h", 60), ("days", 24)):
+        if number >= 99.5:
+            unit, number = larger, number / length
+    return f"{number:.{0 if number >= 9.95 else 1}f} {unit}"
 
 
 def print_banner(run, train_set, val_set, example, workers, backend, device):
@@ -289,7 +229,7 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
         if run.ended:
             why = "run.end() has ended it; more --epochs continue it, until the next such end"
         lines.append(f"nothing left to train: {why}")
-    print(*(row for line in lines for row in wrap(line, indent="  ")), sep="\n", flush=True)
+    print(*lines, sep="\n", flush=True)
 
 
 @contextlib.contextmanager
