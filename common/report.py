@@ -160,11 +160,10 @@ def print_end(run):
             print("torchrun reports every stop as below: that is no error\n", flush=True)
             tell_torchrun(where)
         return
-    said = f"done in {duration(time.perf_counter() - run.began)}"
     if images := sum(progress.images() for progress in run.progress):
-        seconds = sum(progress.seconds for progress in run.progress)
-        said += f", {images / seconds:.0f} img/s while training"
-    print(said, flush=True)
+        took = duration(time.perf_counter() - run.began)
+        speed = images / sum(progress.seconds for progress in run.progress)
+        print(f"done in {took}, {speed:.0f} img/s while training", flush=True)
     path = os.path.join(run.folder, "model_best.pth")
     if os.path.exists(path) and math.isfinite(run.best_acc1):
         path = min(path, os.path.relpath(path), key=len)

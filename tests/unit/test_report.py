@@ -159,7 +159,7 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
         "to evaluate it, add to the command: --evaluate --resume c/model_best.pth",
     ]
     print_end(opened(tmp_path / "c", epochs=3))
-    assert capsys.readouterr().out.splitlines()[1:] == others
+    assert capsys.readouterr().out.splitlines() == others
 
 
 def test_the_best_of_a_checkpoint_that_does_not_say_when_it_was(tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_the_best_of_a_checkpoint_that_does_not_say_when_it_was(tmp_path, capsys
     del state["best_epoch"]
     torch.save(state, path)
     print_end(opened(tmp_path, epochs=1))
-    assert "\nbest: 50.000, saved as " in capsys.readouterr().out
+    assert "best: 50.000, saved as " in capsys.readouterr().out
 
 
 def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
