@@ -79,7 +79,10 @@ CHINESE = {
         "Horovod：每个进程旁有一个线程，对所有进程都算好的梯度求平均"
     ),
     "model; backward() hands over each gradient": ["模型；backward() 交出", "每个梯度"],
-    "Horovod's thread: what is ready is sent together": ["Horovod 的线程：把算好的", "梯度合在一起发送"],
+    "Horovod's thread: what is ready is sent together": [
+        "Horovod 的线程：把算好的",
+        "梯度合在一起发送",
+    ],
     "step() waits for the mean": "step() 等平均值",
     "Dashed: each thread tells that of process 0 which gradients it has;": (
         "虚线：每个线程告诉进程 0 的线程，自己算好了哪些梯度；"
