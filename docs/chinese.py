@@ -60,32 +60,35 @@ CHINESE = {
     "after 3 more": "再过 3 步",
     "each has its gradients, in four parts": ["各有自己的梯度，", "切成四份"],
     "each has added up one part": ["各有一份", "已经求完和"],
-    "the sums went round: each has them all": ["求好的和传了一圈：", "每个进程都有全部"],
+    "the sums went round: each has them all": ["求好的和再传一圈：", "每个进程都有全部"],
     "A process sends 6 parts of 4: 6/4 of its gradients, and receives as much.": (
         "每个进程发送 6 次、每次 1/4：共为梯度的 6/4，接收的也一样多。"
     ),
     # traffic
     "Bytes that the busiest process sends in a step: one for all against a ring": (
-        "发送最多的进程每个 step 发送的字节数：全部经过一个进程，与环对比"
+        "发送最多的进程每个 step 的发送量：全部经过一个进程，与环形对比"
     ),
     "MB that the busiest process sends in a step, ResNet-50 (it receives as much)": (
-        "发送最多的进程每个 step 发送多少 MB，ResNet-50（接收的也一样多）"
+        "发送最多的进程每个 step 发送多少 MB，ResNet-50（接收的一样多）"
     ),
     "Upper bars: all through one process. Lower bars, ring: each process alike.": (
-        "上面的条：全部经过一个进程。下面的条：环，每个进程都一样。"
+        "上面的条：全部经过一个进程。下面的条：环形，每个进程都一样。"
     ),
     # horovod
     "Horovod: a thread beside each process averages the gradients that all have": (
         "Horovod：每个进程旁有一个线程，对所有进程都算好的梯度求平均"
     ),
     "model; backward() hands over each gradient": ["模型；backward() 交出", "每个梯度"],
-    "Horovod's thread: what is ready is sent together": ["Horovod 的线程：算好的", "合在一起发送"],
+    "Horovod's thread: what is ready is sent together": [
+        "Horovod 的线程：把算好的",
+        "梯度合在一起发送",
+    ],
     "step() waits for the mean": "step() 等平均值",
     "Dashed: each thread tells that of process 0 which gradients it has;": (
-        "虚线：每个线程告诉进程 0 的线程，自己有哪些梯度；"
+        "虚线：每个线程告诉进程 0 的线程，自己算好了哪些梯度；"
     ),
     "when all have one, process 0 says so, and all-reduce (orange) averages it.": (
-        "某个梯度所有进程都有了，进程 0 就发出通知，由 all-reduce（橙色）求平均。"
+        "某个梯度所有进程都算好了，进程 0 就发出通知，由 all-reduce（橙色）求平均。"
     ),
     # slurm
     "Slurm: a task is a process; ranks count on from node to node": (
@@ -108,7 +111,7 @@ CHINESE = {
     "range(rank, 10, 3)": "range(rank, 10, 3)",
     "images 0 and 1 counted twice": "图片 0 和 1 算了两次",
     "one sum of hits, one of images": "正确数求和，图片数求和",
-    "(mean of the three shares: 80.6 %)": "（三个准确率的平均值：80.6 %）",
+    "(mean of the three shares: 80.6 %)": "（三个准确率的平均值：80.6%）",
     "(dashed: padding)": "（虚线：补齐的）",
     # fsdp
     "FSDP: each GPU keeps a shard, and gathers one block at a time": (
@@ -149,13 +152,13 @@ CHINESE = {
         "没有报错，没有输出，直到超时：NCCL 是 10 分钟，gloo 是 30 分钟。"
     ),
     "Each call alone is right; but all processes must make the same calls, in the same order.": (
-        "每个调用单独看都没错，但不是同一个：各进程的集合通信必须相同，顺序也相同。"
+        "每个调用单独看都没错；但所有进程必须执行相同的调用，顺序也相同。"
     ),
     # set_epoch
     "Which images each rank takes in each step, with and without set_epoch": (
         "每个 rank 每个 step 取哪些图片：调用与不调用 set_epoch"
     ),
-    "without set_epoch": "没有 set_epoch",
+    "without set_epoch": "不调用 set_epoch",
     "sampler.set_epoch(epoch)": "sampler.set_epoch(epoch)",
     "every epoch the same batches": "每个 epoch 的 batch 都一样",
     "a new order each epoch, equal parts": "每个 epoch 换一个顺序，各份等长",
@@ -166,10 +169,10 @@ PATTERNS = [
     (r"rank (\d), GPU (\d)", r"rank \1，GPU \2"),
     (r"(\d+) processes", r"\1 个进程"),
     (r"(\d+) through one", r"\1 经过一个进程"),
-    (r"(\d+) ring", r"\1 环"),
+    (r"(\d+) ring", r"\1 环形"),
     (r"node (\d): srun starts 4 tasks", r"节点 \1：srun 启动 4 个 task"),
-    (r"(\d) of (\d)", r"\2 张对 \1 张"),
-    (r"(\d+) of (\d+) right: (.*)", r"\2 张对 \1 张：\3"),
+    (r"(\d) of (\d)", r"对 \1/\2"),
+    (r"(\d+) of (\d+) right: ([\d.]+) %", r"\2 张中对 \1 张：\3%"),
     (r"((rank|step|epoch) \d)", r"\1"),
     (r"PROCID .*", None),
 ]
