@@ -94,7 +94,7 @@ TESTED = {
     r"\./start\.sh NAME \[flags\]": "docs/test_docs.py::test_start",
     r"\./start\.sh test( .*)?": "docs/test_docs.py::test_start_runs_the_tests",
     r"python plot\.py .*": "docs/test_docs.py::test_plot",
-    r"python -m pip install matplotlib": "unit/test_plot.py::test_without_matplotlib_the_text_is_there",
+    r"python -m pip install matplotlib": "unit/test_plot.py::test_without_matplotlib",
     r"python docs/unpack_imagenet\.py": "docs/test_docs.py::test_the_archives_are_unpacked",
     r"python docs/use_weights\.py": "docs/test_docs.py::test_weights_are_used_elsewhere",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",

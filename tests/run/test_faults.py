@@ -140,7 +140,8 @@ def test_two_hosts_lose_each_other(work, tmp_path):
         jobs[0].wait_for(r"epoch 1/\d+ \[13/")
         hosts.cable("down")
         outputs = [job.finish(1, limit + 30 + 15) for job in jobs]  # on an idle machine 16 s
-        line = r"^rank \d failed at epoch 1 step \d+: .*"  # torchrun repeats it further to the right
+        # torchrun repeats it further to the right.
+        line = r"^rank \d failed at epoch 1 step \d+: .*"
         said = [re.findall(line, text, re.M) for text in outputs]
         assert len(said[0]) == len(said[1]) == 1 and "rank 1 did not respond" in said[0][0], outputs
         hosts.cable("up")

@@ -86,7 +86,7 @@ def test_errors_are_one_line(runs, tmp_path):
     assert code == 2 and said.startswith("error: Format 'doc' is not supported")
 
 
-def test_without_matplotlib_the_text_is_there(runs, tmp_path):
+def test_without_matplotlib(runs, tmp_path):
     """A terminal without Unicode has other characters."""
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('No module matplotlib')")
     env = {"PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": "ascii"}
