@@ -391,7 +391,7 @@ def test_profile(train, tmp_path):
 
 def test_what_profile_says(tmp_path, capsys):
     """Of a made-up trace: computing from 5 to 25 hides half of two collectives."""
-    report = runpy.run_path(copy(tmp_path / "here", "profile"))["report"]
+    report = runpy.run_path(str(copy(tmp_path / "here", "profile")))["report"]
 
     def event(name, start, end, children=()):
         span = SimpleNamespace(start=start * 1000, end=end * 1000)
