@@ -325,7 +325,7 @@ def read_checkpoint(path):
             file.seek(0)
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
     except OSError as error:
-        raise OSError(f"cannot read {path}: {error}") from error
+        raise OSError(f"cannot read {path}: {error.strerror or error}") from error
     except (pickle.UnpicklingError, RuntimeError):  # it holds code, or is of another kind
         reason = "torch.load(weights_only=True) refuses it"
         raise ValueError(f"{path} is no checkpoint of these scripts: {reason}") from None
