@@ -313,9 +313,10 @@ def test_weights_are_used_elsewhere(clone, trained, tmp_path):
     best = torch.load(trained / "model_best.pth", weights_only=True)
     net.load_state_dict(best["state_dict"])
     program = torch.export.load(clone / "resnet18.pt2").module()
-    images = torch.rand(1, 3, 224, 224)
-    with torch.no_grad():
-        torch.testing.assert_close(program(images), net(images))
+    for count in (1, 5):
+        images = torch.rand(count, 3, 224, 224)
+        with torch.no_grad():
+            torch.testing.assert_close(program(images), net(images))
 
 
 # ---- Texts
