@@ -356,11 +356,11 @@ Run.end = told
 def test_early_stopping(train, tmp_path):
     """Two epochs after the best one, in all processes, also if it is resumed between them."""
     script = copy(tmp_path / "here", "early_stopping")
-    flags = ["--patience", "2", "--epochs", "30", "--lr", "1"]
+    flags = ["--patience", "2", "--epochs", "40", "--lr", "0.3"]
     output, straight = train(script, "a", *flags, ranks=2, before=ENDING)
     scores = [row["acc1"] for row in rows(tmp_path / "a")]
     best = 1 + scores.index(max(scores))
-    assert len(scores) == best + 2 < 30 and straight["ended"]
+    assert len(scores) == best + 2 < 40 and scores[0] < 90 < max(scores) and straight["ended"]
     for rank in (0, 1):
         assert f"rank {rank} ends after epoch {best + 2}\n" in output
     train(script, "b", *flags, "--max-steps", 29 * (best + 1), ranks=2)
