@@ -214,7 +214,8 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
     if run.path:
         lines.append(f"resumed from {run.path} at {run.place()}")
     elif args.evaluate or args.resume:
-        weights = "those of torchvision" if flags.get("pretrained") else "random"
+        source = "torchvision" if flags.get("pretrained") else flags.get("weights")  # a recipe's
+        weights = f"those of {source}" if source else "random"
         if flags.get("pretrained") and len(run.classes) != 1000:
             weights += ", except in the head: it is random"
         lines.append(f"no checkpoint: the weights are {weights}")

@@ -28,9 +28,12 @@ from conftest import (
     run,
     torchrun,
 )
+from sklearn.metrics import f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.models import ResNet18_Weights, resnet18
 
+from common.images import image_folders
+from common.prefetcher import MEAN, STD
 from tests import nets
 from tests.docs.ranks import good, run_ranks
 
@@ -156,6 +159,9 @@ KILLED = {
     "accumulate": [1, "--accumulate", "4"],
     "clip": [1, "--precision", "fp16"],
     "mixup_cutmix": [2],
+    "randaugment": [2],
+    "weighted": [2],
+    "activation_checkpointing": [2],
 }
 
 
@@ -272,9 +278,10 @@ v2.ColorJitter.forward = told
 
 
 @pytest.mark.full
-def test_finetune(work, tmp_path):
+@pytest.mark.parametrize("recipes", ["finetune", "adamw finetune"])
+def test_finetune(recipes, work, tmp_path):
     """Frozen layers keep weights and statistics, the rest has two rates; also after a resume."""
-    script, hub = copy(tmp_path / "here", "finetune"), tmp_path / "hub/checkpoints"
+    script, hub = copy(tmp_path / "here", *recipes.split()), tmp_path / "hub/checkpoints"
     hub.mkdir(parents=True)  # where torchvision caches its weights: random ones here
     before = resnet18().state_dict()
     torch.save(before, hub / Path(ResNet18_Weights.DEFAULT.url).name)
@@ -292,10 +299,228 @@ def test_finetune(work, tmp_path):
     kept = {key for key in before if key in after and before[key].equal(after[key])}
     frozen = {key for key in after if re.match(r"conv1|bn1|layer[12]", key)}
     assert kept == frozen and any("running_mean" in key for key in frozen)
-    body, head = state["optimizer"]["param_groups"]
-    assert body["lr"] == pytest.approx(0.1 * head["lr"]) and head["lr"] > 0
-    assert len(state["optimizer"]["state"]) == len(body["params"]) + len(head["params"])
-    assert len(head["params"]) == 2
+    groups = state["optimizer"]["param_groups"]
+    heads, bodies = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+    for head, body in zip(heads, bodies, strict=True):
+        assert body["lr"] == pytest.approx(0.1 * head["lr"]) and head["lr"] > 0
+        assert body["weight_decay"] == head["weight_decay"]
+    assert sum(len(head["params"]) for head in heads) == 2
+    assert len(state["optimizer"]["state"]) == sum(len(group["params"]) for group in groups)
+    if "adamw" in recipes:
+        assert [group["weight_decay"] for group in groups] == [0.05, 0, 0.05, 0]
+
+
+@pytest.mark.full
+def test_finetune_from_a_checkpoint(work, tmp_path):
+    """Of other classes and another optimizer: the head alone is new. A resume needs it no more."""
+    for part, number in itertools.product(("train", "val"), range(3)):
+        folder = f"{part}/{number}"
+        shutil.copytree(work / "data/digits/val" / str(number), tmp_path / "data" / folder)
+    flags = "-a resnet18 --image-size 32 -b 32 -j 0 --max-steps".split()
+    to = "--checkpoint-dir"
+    good(copy(tmp_path / "one", script="dataparallel"), *flags, 2, to, tmp_path / "a", cwd=work)
+    before = load(tmp_path / "a")
+    weights = ["--weights", tmp_path / "a/checkpoint.pth", "--data", tmp_path / "data"]
+    script = copy(tmp_path / "other", "adamw", "finetune")
+    good(script, *flags, 2, *weights, to, tmp_path / "b", cwd=work)
+    (tmp_path / "a/checkpoint.pth").rename(tmp_path / "a/moved.pth")
+    output = good(script, *flags, 3, *weights, to, tmp_path / "b", "--resume", "auto", cwd=work)
+    assert "at epoch 1 step 2" in output
+    after = load(tmp_path / "b")
+    assert (before["optimizer_type"], after["optimizer_type"]) == ("SGD", "AdamW")
+    for key, weight in after["state_dict"].items():
+        frozen = re.match(r"conv1|bn1|layer[12]", key)
+        assert not frozen or weight.equal(before["state_dict"][key])
+    name = "layer4.1.conv2.weight"  # three small steps away: not a random start
+    torch.testing.assert_close(
+        after["state_dict"][name], before["state_dict"][name], atol=1e-3, rtol=0
+    )
+    assert len(after["state_dict"]["fc.weight"]) == 3
+    wrong = ["--weights", tmp_path / "a/moved.pth", "-a", "resnet34", to, tmp_path / "c"]
+    codes, said = run_ranks(script, ["--image-size", "32", *wrong], cwd=work)
+    assert codes == [2] and said.startswith("error: ") and "--arch resnet18" in said
+
+
+# Each process says after which epoch it ends early.
+ENDING = """
+from common.checkpoint import Run
+end = Run.end
+def told(run):
+    print(f"rank {run.rank} ends after epoch {run.epoch}")
+    end(run)
+Run.end = told
+"""
+
+
+@pytest.mark.full
+def test_early_stopping(train, tmp_path):
+    """Two epochs after the best one, in all processes, also if it is resumed between them."""
+    script = copy(tmp_path / "here", "early_stopping")
+    flags = ["--patience", "2", "--epochs", "40", "--lr", "0.3"]
+    output, straight = train(script, "a", *flags, ranks=2, before=ENDING)
+    scores = [row["acc1"] for row in rows(tmp_path / "a")]
+    best = 1 + scores.index(max(scores))
+    assert len(scores) == best + 2 < 40 and scores[0] < 90 < max(scores) and straight["ended"]
+    for rank in (0, 1):
+        assert f"rank {rank} ends after epoch {best + 2}\n" in output
+    train(script, "b", *flags, "--max-steps", 29 * (best + 1), ranks=2)
+    _, resumed = train(script, "b", *flags, "--resume", "auto", ranks=2)
+    assert same(straight, resumed)
+    assert rows(tmp_path / "a", timings=False) == rows(tmp_path / "b", timings=False)
+
+
+@pytest.mark.full
+def test_f1(train, work, tmp_path):
+    """That of scikit-learn over the whole validation set, which the mean of three parts is not.
+
+    With early_stopping, and the line of the page between them, it also chooses the best.
+    """
+    script = copy(tmp_path / "here", "f1", "early_stopping")
+    (before, after) = re.findall(r"^sed -i 's/(.*)/(.*)/' distributed.py$", PAGE, re.M)[0]
+    assert before in script.read_text()
+    script.write_text(script.read_text().replace(before, after))
+    _, state = train(script, "c", "--max-steps", "20", ranks=3)
+    found = rows(tmp_path / "c")[0]["f1"]
+    _, val_set = image_folders(str(work / "data/digits"), 24)
+    images = torch.stack([image for image, _ in val_set]).float() / 255
+    images = (images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    net = nets.plain(10)
+    net.load_state_dict(state["state_dict"])
+    with torch.no_grad():
+        predicted = net.eval()(images).argmax(dim=1).numpy()
+    target = val_set.targets
+    assert found == pytest.approx(100 * f1_score(target, predicted, average="macro"), abs=1e-9)
+    parts = [f1_score(target[i::3], predicted[i::3], average="macro") for i in range(3)]
+    assert abs(found - 100 * sum(parts) / 3) > 0.01
+    assert state["best_acc1"] == found
+    evaluated, _ = train(script, "c", "--evaluate", "--resume", "auto")
+    assert f"  f1 {found:.3f}\n" in evaluated
+
+
+# Says of which classes the images of each step are.
+DRAWN = """
+import torch
+
+def look(module, given):
+    if isinstance(module, torch.nn.CrossEntropyLoss):
+        print("drawn", *given[1].tolist())
+
+torch.nn.modules.module.register_module_forward_pre_hook(look)
+"""
+
+
+@pytest.mark.full
+def test_weighted(train, work, tmp_path):
+    """Where a class has up to 15 times the images of another, each is drawn as often."""
+    for number in range(10):
+        for part in ("train", "val"):
+            folder = tmp_path / "data" / part / str(number)
+            folder.mkdir(parents=True)
+            files = sorted((work / "data/digits/train" / str(number)).iterdir())
+            for file in files[: 8 + 12 * number if part == "train" else 2]:
+                (folder / file.name).symlink_to(file)
+    script = copy(tmp_path / "here", "weighted")
+    flags = ["--data", tmp_path / "data", "--epochs", "3"]
+    output, _ = train(script, "c", *flags, ranks=2, before=DRAWN)
+    lines = re.findall(r"^drawn (.*)$", output, re.M)
+    assert len(lines) == 2 * 3 * (620 // 48)  # 24 images each
+    drawn = torch.tensor([int(word) for line in lines for word in line.split()]).bincount()
+    expected = len(lines) * 24 / 10
+    assert len(drawn) == 10 and (drawn - expected).abs().max() < 5 * expected**0.5
+
+
+def test_weighted_order(tmp_path):
+    """A function of (seed, epoch): any number of processes read it, and a resume goes on in it."""
+    make = runpy.run_path(str(copy(tmp_path / "here", "weighted")))["WeightedSampler"]
+    weights = torch.tensor([0.0, 1, 2, 5]).repeat(25)
+    whole = make(weights, 20, 0, 1, seed=3)
+    whole.set_epoch(2)
+    keys = list(whole)
+    assert len(keys) == len(whole) == 100 == len(set(keys))  # no image has the same crop twice
+    for rank in range(4):
+        part = make(weights, 20, rank, 4, seed=3)
+        part.set_epoch(2, first=3)
+        assert list(part) == keys[60 + rank :: 4] and len(part) == 10
+    others = []
+    for seed, epoch in ((3, 1), (4, 2)):
+        other = make(weights, 20, 0, 1, seed)
+        other.set_epoch(epoch)
+        others.append(list(other))
+    orders = [[index for _, index in found] for found in (keys, *others)]
+    assert orders[0] != orders[1] and orders[0] != orders[2]
+    assert not {*keys} & {*others[0]}  # nor in another epoch
+    counts = torch.zeros(4)
+    for epoch in range(50):
+        whole.set_epoch(epoch)
+        counts += torch.tensor([index % 4 for _, index in whole]).bincount(minlength=4)
+    assert counts[0] == 0
+    torch.testing.assert_close(counts / 5000, torch.tensor([0, 1, 2, 5]) / 8, atol=0.03, rtol=0)
+
+
+# Says for how many images RandAugment is called.
+AUGMENTED = """
+from torchvision.transforms import v2
+forward = v2.RandAugment.forward
+def told(*given):
+    print("augmented")
+    return forward(*given)
+v2.RandAugment.forward = told
+"""
+
+
+@pytest.mark.full
+def test_randaugment(train, tmp_path):
+    """Each training image, and no other; how does not depend on the loader's processes."""
+    ends = []
+    for name, workers in (("a", 0), ("b", 3)):
+        script = copy(tmp_path / name, "randaugment")
+        flags = ["--max-steps", "10", "--epochs", "1", "-j", workers]
+        output, state = train(script, name, *flags, before=AUGMENTED)
+        assert output.count("augmented") == 10 * 48
+        ends.append(state)
+    assert same(*ends)
+    _, plain = train(copy(tmp_path / "here"), "c", *flags)
+    assert not same(plain, ends[0])
+
+
+# Says how many bytes forward() keeps for backward(), beside the weights.
+KEPT = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+forward = DDP.forward
+def told(model, images):
+    kept, weights = {}, {weight.data_ptr() for weight in model.parameters()}
+    def pack(tensor):
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward(model, images)
+    print("kept", sum(kept.values()))
+    return output
+DDP.forward = told
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "arch, share, more",
+    [("resnet18", 0.6, []), ("tests.nets:transformer", 0.35, ["ema"])],
+    ids=["resnet", "transformer"],
+)
+def test_activation_checkpointing(arch, share, more, train, tmp_path):
+    """To the bit as without it, BatchNorm's statistics and dropout too, with less memory."""
+    ends, kept = [], []
+    for name in ([], ["activation_checkpointing"]):
+        script = copy(tmp_path / f"here{len(name)}", *more, *name)
+        flags = ["-a", arch, "--max-steps", "4"]
+        output, state = train(script, f"{len(name)}", *flags, ranks=2, before=KEPT)
+        ends.append(state)
+        kept.append(int(re.findall(r"^kept (\d+)$", output, re.M)[-1]))
+    assert same(*ends)
+    assert kept[1] < share * kept[0]
 
 
 @pytest.mark.full

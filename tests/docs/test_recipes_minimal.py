@@ -204,6 +204,41 @@ def test_f1(ranks, tmp_path):
 
 
 @pytest.mark.full
+def test_loss(tmp_path):
+    """The mean over both processes and all steps: of these losses, as each process has them."""
+    step = "            loss.backward()\n"
+    edits = [(step, f"            seen.append(loss.item())\n{step}")]
+    found, _, output = ends(make(tmp_path / "here", "loss", edits=edits))
+    said = [float(number) for number in re.findall(r"^loss (\S+)  epoch", output, re.M)]
+    losses = torch.tensor([seen for _, seen in found]).unflatten(1, (2, -1))  # [rank, epoch, step]
+    torch.testing.assert_close(torch.tensor(said), losses.mean(dim=(0, 2)), atol=1e-4, rtol=0)
+    assert (losses[0].mean(dim=1) - losses[1].mean(dim=1)).abs().max() > 1e-3
+
+
+@pytest.mark.full
+def test_best_f1_of_a_run_that_was_killed(tmp_path):
+    """In the epoch after the best one, which the rest of the run does not reach again."""
+    (block,) = (block for block in BLOCKS if "best.diff" in block)
+    edits = re.findall(r"^sed -i 's/(.*?)/(.*?)/' .*$", block, re.M)
+    assert len(edits) == 3
+    edits = [(re.sub(r"\\(.)", r"\1", old), new) for old, new in edits]
+    die = f"        {DIE.replace('1', '3')}\n            {KILL}\n{TRAINED}"
+    edits.append((TRAINED, die))
+    scripts = [make(tmp_path / x, "f1", "best", "resume", edits=edits, epochs=4) for x in "ab"]
+    _, _, output = ends(scripts[0])
+    scores = [float(number) for number in re.findall(r"^F1 (\S+)", output, re.M)]
+    assert max(scores[:3]) > scores[3]
+    (scripts[1].parent / "die").touch()
+    codes, output = run_ranks(scripts[1], ranks=2)
+    assert codes == [-9, -9], output
+    (scripts[1].parent / "die").unlink()
+    _, said, output = ends(scripts[1])
+    assert len(said) == 1 and "epoch 3" in output
+    assert same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+    assert saved(tmp_path / "b", "checkpoint.pth")["best"] == pytest.approx(max(scores), abs=1e-4)
+
+
+@pytest.mark.full
 def test_best(tmp_path):
     """The last of these four epochs is not the best."""
     script = make(tmp_path / "here", "best", epochs=4)
@@ -254,8 +289,8 @@ def test_resume(where, more, tmp_path):
     old, new, expected = KILLED[where]
     edits = [*DROPOUT, (old, new)]
     if more:
-        (command,) = re.findall(r"^sed -i 's/(.*?)/(.*?)/' .*$", PAGE, re.M)
-        edits.append(command)
+        (block,) = (block for block in BLOCKS if "schedule.diff" in block)
+        edits += re.findall(r"^sed -i 's/(.*?)/(.*?)/' .*$", block, re.M)
     scripts = [make(tmp_path / name, *more, "resume", edits=edits, epochs=3) for name in "ab"]
     _, said, _ = ends(scripts[0])
     (scripts[1].parent / "die").touch()

@@ -214,6 +214,8 @@ def test_the_banner_of_a_new_run(tmp_path, capsys):
     ]
     said = banner(opened(tmp_path / "b", None, lr=3.2), capsys)
     assert "learning rate 0.1 = 3.2 x 8 / 256" in said and "no checkpoint" not in said
+    said = banner(opened(tmp_path / "d", weights="a.pth"), capsys)  # the recipe finetune's flag
+    assert "no checkpoint: the weights are those of a.pth\n" in said
     said = banner(opened(tmp_path / "c", None, warmup_epochs=5, epochs=5), capsys)
     assert "warning: --warmup-epochs is not less than --epochs" in said
 
