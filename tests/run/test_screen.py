@@ -67,7 +67,7 @@ class Terminal:
             # A bar may come and go in one read, or take two: it is whole once the next \r comes.
             for part in re.split(rb"(?=\r)", data):
                 if part.startswith(b"\r"):
-                    self.current.append(self.wide.display[self.wide.cursor.y].rstrip())
+                    self.current.append(self.line(self.wide.cursor.y))
                 for stream in self.streams:
                     stream.feed(part)
             if until and any(re.search(until, line) for line in self.current[seen:]):
@@ -75,9 +75,14 @@ class Terminal:
         self.process.kill()
         pytest.fail("\n".join(self.lines()))
 
+    def line(self, number):
+        cells = self.wide.buffer[number]
+        return "".join(cells[x].data for x in range(max(cells, default=-1) + 1)).rstrip()
+
     def lines(self):
         """What was written, in lines as long as they are."""
-        return "\n".join(line.rstrip() for line in self.wide.display).rstrip().split("\n")
+        whole = "\n".join(self.line(number) for number in range(self.wide.cursor.y + 1))
+        return whole.rstrip().split("\n")
 
     def shown(self):
         """What stands on the screen now."""
