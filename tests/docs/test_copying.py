@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, SMALL, last_result, run
+from conftest import PYTHON, ROOT, SMALL, run
 from torch import nn
 
 from common.metrics import AverageMeter, accuracy
@@ -18,16 +18,23 @@ from tests.docs.ranks import good
 def test_a_script_alone_runs_with_what_may_do_nothing(work, tmp_path):
     """The functions that the page names are replaced by some that do as it says."""
     page = (ROOT / "docs/copying.md").read_text()
-    said = re.search(r"^At first (.*) may do nothing; (.*) may return `(.*)`", page, re.M)
+    said = re.search(
+        r"^At first (.*) may do nothing; (.*) may return `(.*?)`\. "
+        r"`(\w+)` may return the batches that it is given, `(\w+)` may print its row\.",
+        page,
+        re.M,
+    )
     nothing, contexts = (re.findall(r"`(\w+)`", part) for part in said.groups()[:2])
     stubs = [f"def {name}(*_, **__): return None" for name in nothing]
     stubs += [f"def {name}(*_, **__): return {said[3]}" for name in contexts]
+    stubs += [f"def {said[4]}(batches, *_, **__): return batches"]
+    stubs += [f"def {said[5]}(run, row, *_, **__): print(row)"]
     stubs = "\n".join(["import contextlib", *stubs, "\n\ndef main"])
     text = (ROOT / "distributed.py").read_text()
     assert nothing and all(f" {name}(" in text for name in nothing + contexts)
     (tmp_path / "alone.py").write_text(text.replace("def main", stubs, 1))
     flags = [*SMALL, "--max-steps", "1", "--checkpoint-dir", tmp_path / "c"]
-    last_result(good(tmp_path / "alone.py", *flags, ranks=2, cwd=work))
+    assert "'val_loss': " in good(tmp_path / "alone.py", *flags, ranks=2, cwd=work)
 
 
 @pytest.mark.full
