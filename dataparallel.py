@@ -58,7 +58,7 @@ def parse_args():
 
 
 def main():
-    # Who am I? The only process.
+    # Who am I? The only process. What follows has these four names in all scripts.
     rank = 0
     local_rank = 0
     world_size = 1
@@ -66,18 +66,19 @@ def main():
     stop = StopRequest(die_with_parent=False)
 
     # Find what a user can get wrong before anything expensive starts.
-    with user_errors(local_rank, stop):  # prints one line per node
+    with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         run = Run(parse_args(), rank, world_size)  # locks the folder, then reads the checkpoint
-        args = run.args  # with --arch and --image-size of the checkpoint, if they are not given
+        args = run.args  # complete: what is not given is the checkpoint's, or a default
         device = set_up_device(local_rank, local_world_size, args)
         if args.compile and torch.cuda.device_count() > 1:
             raise ValueError("--compile cannot compile copies: use one GPU, or distributed.py")
 
         # Data. This process reads whole batches, and the whole validation set.
-        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image).
+        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
+        # the sampler yields both, epoch and image. It yields none before set_epoch().
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
-        val_sampler = range(rank, len(val_set), world_size)
+        val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         run.plan(train_set, train_sampler.steps_per_epoch)  # an error if the checkpoint differs
         local_batch_size = args.batch_size // world_size
         workers = own_cores(local_world_size) if args.workers is None else args.workers
@@ -96,7 +97,8 @@ def main():
     # From here on, an error ends this process with a line that names its epoch and step. So does a
     # `with watch:` block that takes too long.
     watch = Watch(rank, run, args.dist_timeout)
-    # Batches on the device, normalised. To fetch one and train on it is a `with watch:` block too.
+    # Batches on the device, normalised. To fetch one and to train on it may take --dist-timeout
+    # too: the loop over them is a `with watch:` block.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
 

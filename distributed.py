@@ -76,7 +76,7 @@ def parse_args():
 def main():
     # Who am I? torchrun sets these variables for each process; plain python is a group of one.
     with user_errors(rank=0):  # all print, for none knows its rank yet
-        complete_environment(GROUP_OF_ONE)
+        complete_environment(GROUP_OF_ONE)  # an error if only some of them are set
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
@@ -84,14 +84,15 @@ def main():
     stop = StopRequest(die_with_parent="TORCHELASTIC_RUN_ID" in os.environ)
 
     # Find what a user can get wrong before any process waits for another.
-    with user_errors(local_rank, stop):  # prints one line per node
+    with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         run = Run(parse_args(), rank, world_size)  # locks the folder, then reads the checkpoint
-        args = run.args  # with --arch and --image-size of the checkpoint, if they are not given
+        args = run.args  # complete: what is not given is the checkpoint's, or a default
         device = set_up_device(local_rank, local_world_size, args)
 
         # Data. Each process reads its own part of each batch and of the validation set. Workers are
         # forked here, before NCCL or gloo has threads: a fork would copy the locks that these hold.
-        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image).
+        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
+        # the sampler yields both, epoch and image. It yields none before set_epoch().
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
@@ -109,7 +110,7 @@ def main():
         # A batch of one of what the model takes: to try it, and to print its shape.
         example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
         try_model(net, example, len(train_set.classes), args)
-        store = meet_all_ranks(rank, world_size, args.dist_timeout)
+        store = meet_all_ranks(rank, world_size, args.dist_timeout)  # a barrier: the first one
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
@@ -124,7 +125,8 @@ def main():
             timeout=timedelta(seconds=args.dist_timeout),
             device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
         )
-    # Batches on the device, normalised. To fetch one and train on it is a `with watch:` block too.
+    # Batches on the device, normalised. To fetch one and to train on it may take --dist-timeout
+    # too: the loop over them is a `with watch:` block.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
 

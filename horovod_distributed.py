@@ -76,15 +76,16 @@ def main():
     stop = StopRequest(die_with_parent="HOROVOD_RANK" in os.environ)
 
     # Find what a user can get wrong before any process waits for another.
-    with user_errors(local_rank, stop):  # prints one line per node
+    with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         run = Run(parse_args(), rank, world_size)  # locks the folder, then reads the checkpoint
-        args = run.args  # with --arch and --image-size of the checkpoint, if they are not given
+        args = run.args  # complete: what is not given is the checkpoint's, or a default
         device = set_up_device(local_rank, local_world_size, args)
         if device.type == "cuda" and not (hvd.cuda_built() or hvd.rocm_built()):
             raise ValueError("this Horovod knows no GPUs: install nvcc, then Horovod again")
 
         # Data. Each process reads its own part of each batch and of the validation set.
-        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image).
+        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
+        # the sampler yields both, epoch and image. It yields none before set_epoch().
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
@@ -107,7 +108,8 @@ def main():
     # does a `with watch:` block that takes too long.
     watch = Watch(rank, run, args.dist_timeout)
     backend = "Horovod with " + ("nccl" if hvd.nccl_built() else "gloo")
-    # Batches on the device, normalised. To fetch one and train on it is a `with watch:` block too.
+    # Batches on the device, normalised. To fetch one and to train on it may take --dist-timeout
+    # too: the loop over them is a `with watch:` block.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
 

@@ -74,14 +74,15 @@ def main(rank, world_size, path):
     stop = StopRequest(die_with_parent=True)
 
     # Find what a user can get wrong before any process waits for another.
-    with user_errors(local_rank, stop):  # prints one line per node
+    with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         run = Run(parse_args(), rank, world_size)  # locks the folder, then reads the checkpoint
-        args = run.args  # with --arch and --image-size of the checkpoint, if they are not given
+        args = run.args  # complete: what is not given is the checkpoint's, or a default
         device = set_up_device(local_rank, local_world_size, args)
 
         # Data. Each process reads its own part of each batch and of the validation set. Workers are
         # forked here, before NCCL or gloo has threads: a fork would copy the locks that these hold.
-        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image).
+        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
+        # the sampler yields both, epoch and image. It yields none before set_epoch().
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
@@ -115,7 +116,8 @@ def main(rank, world_size, path):
             timeout=timedelta(seconds=args.dist_timeout),
             device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
         )
-    # Batches on the device, normalised. To fetch one and train on it is a `with watch:` block too.
+    # Batches on the device, normalised. To fetch one and to train on it may take --dist-timeout
+    # too: the loop over them is a `with watch:` block.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
 

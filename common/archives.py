@@ -1,7 +1,6 @@
 """Images in tar archives, read where they lie."""
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -18,7 +17,7 @@ from torchvision.datasets import imagenet
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from .report import whole_file
+from .report import locked, whole_file
 
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -67,12 +66,10 @@ def load_index(paths, part):
     place = f"{folder}/{part}-{key[:16]}.npz"
     try:
         os.makedirs(folder, exist_ok=True)
-        lock = open(f"{place}.lock", "a")  # noqa: SIM115
+        open(f"{place}.lock", "a").close()
     except OSError as error:
         raise ValueError(f"{error}: set TORCH_HOME to a folder that can be written") from None
-    with lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(f"{place}.lock"):
         damaged = ValueError, EOFError, zipfile.BadZipFile
         with contextlib.suppress(FileNotFoundError, *damaged), np.load(place) as file:
             return dict(file)

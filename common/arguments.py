@@ -120,6 +120,17 @@ def paint(text, colour, stream=None):
     return f"\033[{COLOURS[colour]}m{text}\033[0m"
 
 
+def tell(*lines):
+    """Print lines to stdout. If nobody reads it any more, go on without it.
+
+    Ctrl-C also ends the `tee` that a run is piped into, and the run is still to be saved.
+    """
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def say(text):
     """Write a text about an error to stderr, after all that was printed so far.
 

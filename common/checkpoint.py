@@ -17,7 +17,7 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .arguments import complete
+from .arguments import complete, tell
 from .report import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
@@ -264,7 +264,7 @@ class Run:
         """Make this epoch the last, before it is saved. All ranks must call it."""
         self.ended = True
         if self.rank == 0:
-            print(f"ended early, after {self.epoch} of {self.args.epochs} epochs", flush=True)
+            tell(f"ended early, after {self.epoch} of {self.args.epochs} epochs")
 
     def save(self, row=None, is_best=False):
         """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.

@@ -1,6 +1,5 @@
 """Images from folders or archives as uint8 tensors, cropped to one size."""
 
-import fcntl
 import functools
 import math
 import os
@@ -16,6 +15,7 @@ from torchvision.transforms.v2 import functional as F
 
 from .archives import find_archives, load_index, read_member
 from .decode import decode
+from .report import locked
 
 
 def image_folders(data, image_size):
@@ -200,9 +200,10 @@ def digits_folder(parent="data"):
     Raises ValueError where scikit-learn is missing.
     """
     root = os.path.join(parent, "digits")
+    if os.path.isdir(root):
+        return root
     os.makedirs(parent, exist_ok=True)
-    with open(os.path.join(parent, ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(os.path.join(parent, ".lock")):
         if not os.path.isdir(root):
             try:
                 from sklearn.datasets import load_digits

@@ -1,7 +1,6 @@
 """The model that --arch names, and what would make it fail once training has started."""
 
 import contextlib
-import fcntl
 import functools
 import importlib
 import os
@@ -11,6 +10,7 @@ from torch.utils._pytree import tree_map
 from torchvision import models
 
 from .arguments import first_line
+from .report import locked
 
 
 def build_model(args, num_classes, device):
@@ -21,7 +21,8 @@ def build_model(args, num_classes, device):
     for a model that cannot be found or built, and for weights that cannot be loaded.
     """
     make = _imported(args) if ":" in args.arch else _torchvision(args)
-    with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
+    wanted = f"{num_classes} classes and --image-size {args.image_size}"
+    with _one_line(f"cannot build {args.arch} for {wanted}"):
         net = make(num_classes=num_classes).to(device)
         if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
             net = net.to(memory_format=torch.channels_last)
@@ -87,8 +88,7 @@ def _load_weights(net, args):
     folder = os.path.join(torch.hub.get_dir(), "checkpoints")
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, f"{args.arch}.lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, the others wait for it
+        with locked(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
             # Not the file's own names: some are old, and only torchvision knows what they became.
             source = models.get_model(args.arch, weights=weights).state_dict()
     except Exception as error:

@@ -1,6 +1,7 @@
 """What a run reports: on the screen, and in metrics.jsonl."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from .arguments import paint, tell_torchrun
+from .arguments import paint, tell, tell_torchrun
 from .decode import DECODERS
 
 BAR = "{desc} {bar} {n}/{total} {remaining}"
@@ -63,7 +64,7 @@ class ProgressMeter:
         run, speed = self.run, f"{self.speed():.0f} img/s"
         if self.bar is None:
             parts = [speed, *map(str, self.visible), f"lr {lr:.4g}"]
-            print(f"{self.title} [{run.step}/{self.end}]", *parts, sep="  ", flush=True)
+            tell("  ".join([f"{self.title} [{run.step}/{self.end}]", *parts]))
             return
         means = [f"{m.name} {m.avg:.{3 if m.avg < 10 else 2}f}" for m in self.visible[:2]]
         self.bar.bar_format = " ".join([BAR, speed, *means])
@@ -84,7 +85,7 @@ class ProgressMeter:
         share = waited / self.seconds
         if self.run.rank == 0 and share > 0.2 and self.seconds >= 60:
             hint = f"hint: {share:.0%} of the epoch was spent waiting for images"
-            print(paint(f"{hint}: try more --workers or a faster disk", "yellow"), flush=True)
+            tell(paint(f"{hint}: try more --workers or a faster disk", "yellow"))
         return {"images_per_second": self.speed(), "data_time": share, "seconds": self.seconds}
 
     def left(self):
@@ -148,28 +149,28 @@ def print_epoch(run, row, is_best):
     line = "  ".join([title, *scores, *ends, *mean])
     if 0 < terminal_columns() < len(line):
         line = "  ".join([title, *scores[:2], *ends])
-    print(line.replace("new best", paint("new best", "green")), flush=True)
+    tell(line.replace("new best", paint("new best", "green")))
 
 
 def print_end(run):
     """Rank 0, when it trains no more: how a run that was stopped goes on, or what came out."""
     if not run.finished():
         where = f"stopped at {run.place()}, saved: --resume auto goes on"
-        print(paint(where, "bold"), flush=True)
+        tell(paint(where, "bold"))
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            print("torchrun reports every stop as below: that is no error\n", flush=True)
+            tell("torchrun reports every stop as below: that is no error\n")
             tell_torchrun(where)
         return
     if images := sum(progress.images() for progress in run.progress):
         took = duration(time.perf_counter() - run.began)
         speed = images / sum(progress.seconds for progress in run.progress)
-        print(f"done in {took}, {speed:.0f} img/s while training", flush=True)
+        tell(f"done in {took}, {speed:.0f} img/s while training")
     path = os.path.join(run.folder, "model_best.pth")
     if os.path.exists(path) and math.isfinite(run.best_acc1):
         path = min(path, os.path.relpath(path), key=len)
         when = f" in epoch {run.best_epoch}" if run.best_epoch else ""  # an old checkpoint has none
-        print(paint(f"best: {run.best_acc1:.3f}{when}, saved as {path}", "green"))
-        print(f"to evaluate it, add to the command: --evaluate --resume {path}", flush=True)
+        tell(paint(f"best: {run.best_acc1:.3f}{when}, saved as {path}", "green"))
+        tell(f"to evaluate it, add to the command: --evaluate --resume {path}")
 
 
 def duration(seconds):
@@ -229,7 +230,7 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
         if run.ended:
             why = "run.end() has ended it; more --epochs continue it, until the next such end"
         lines.append(f"nothing left to train: {why}")
-    print(*lines, sep="\n", flush=True)
+    tell(*lines)
 
 
 @contextlib.contextmanager
@@ -249,7 +250,8 @@ def whole_file(path, keep=None):
             os.replace(path, keep)
         os.replace(new, path)
         directory = os.open(os.path.dirname(path), os.O_RDONLY)
-        os.fsync(directory)
+        with contextlib.suppress(OSError):  # not every file system can: the file itself is there
+            os.fsync(directory)
         os.close(directory)
     except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
         if "DataLoader worker" in str(error):  # a worker has died meanwhile: no matter of this file
@@ -259,6 +261,18 @@ def whole_file(path, keep=None):
     finally:
         with contextlib.suppress(OSError):  # it is gone already, or the disk is
             os.remove(new)
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Run the block in one process at a time, by a lock on a file that may be new.
+
+    Where that cannot be written, or the file system has no locks, nobody waits.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
+        yield
 
 
 def json_line(row):

@@ -2,13 +2,23 @@
 
 import os
 import re
+import shlex
 import signal
 import time
 
 import pytest
-from conftest import full, load, needs_horovod, rows
+from conftest import ONE_THREAD, Job, full, load, needs_horovod, rows
 
-from tests.launched import processes, resume, resumed_where_it_stood, same_run, start, straight
+from tests.launched import (
+    FLAGS,
+    SCRIPTS,
+    processes,
+    resume,
+    resumed_where_it_stood,
+    same_run,
+    start,
+    straight,
+)
 
 SIGNALS = {
     # who gets it, which signal, and the exit code of what the user has started
@@ -56,6 +66,20 @@ def test_a_signal_saves_and_stops(case, work, tmp_path):
         output = resume(name, tmp_path / "c", work)
         assert resumed_where_it_stood(output, state), output
         same_run(tmp_path / "c", straight(name, work))
+
+
+@pytest.mark.parametrize("name", ["dataparallel", full("distributed")])
+def test_ctrl_c_of_a_run_that_is_piped_into_tee(name, work, tmp_path):
+    """It ends tee too. A run that then prints finds nobody who reads, and still saves."""
+    command = shlex.join(map(str, [*SCRIPTS[name][0], *FLAGS, "--checkpoint-dir", tmp_path / "c"]))
+    piped = f"trap : INT; {command} --checkpoint-freq 0 | tee; exit ${{PIPESTATUS[0]}}"
+    job = Job(["bash", "-c", piped], work, ONE_THREAD)
+    job.wait_for(r"epoch 1/\d+ \[4/")
+    os.killpg(job.process.pid, signal.SIGINT)
+    job.finish(code=75 if name == "dataparallel" else 1)  # torchrun's own
+    state = load(tmp_path / "c")
+    assert 4 <= state["epoch"] * 29 + state["step"] < 45
+    assert not list((tmp_path / "c").glob("*.tmp"))
 
 
 @pytest.mark.full

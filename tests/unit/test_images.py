@@ -1,5 +1,7 @@
 """Images: what is read, what is refused, and how it is cropped."""
 
+import errno
+import fcntl
 import importlib.util
 import io
 import multiprocessing
@@ -339,6 +341,18 @@ def test_a_class_without_images_to_validate(folder):
 
 
 # The digits.
+
+
+def test_digits_need_no_locks_and_are_found_where_nothing_can_be_written(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    digits = digits_folder(str(tmp_path / "data"))
+    (tmp_path / "data/.lock").unlink()
+    (tmp_path / "data/.lock").mkdir()  # it cannot be opened, also by root
+    assert digits_folder(str(tmp_path / "data")) == digits
+    assert len(image_folders(digits, 64)[0]) == 1437
 
 
 def test_digits_are_written_once_by_processes_that_start_together(tmp_path):

@@ -50,9 +50,9 @@ WRONG = {  # of a module `mine`: its text, and what is said of mine:net
     "def net(:": "cannot import --arch mine:net: SyntaxError: .*mine.py, line 1",
     "import sys\nsys.exit(3)": "cannot import --arch mine:net: SystemExit: 3",
     "": "cannot import --arch mine:net: AttributeError: module 'mine' has no attribute 'net'",
-    "def net(num_classes):\n    exit(3)": "mine:net cannot take --image-size 24: SystemExit: 3",
+    "def net(num_classes):\n    exit(3)": "cannot build mine:net for 10 .*: SystemExit: 3",
     "def net(num_classes):\n    raise RuntimeError('CUDA out of memory.\\nfurther lines')": (
-        "mine:net cannot take --image-size 24: RuntimeError: CUDA out of memory.$"
+        "cannot build mine:net for 10 .*: RuntimeError: CUDA out of memory.$"
     ),
 }
 
