@@ -255,7 +255,7 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
                 raise FloatingPointError(f"the loss is {loss_sum}")
             progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
             if rank == 0:
-                progress.display(lr)
+                progress.display(optimizer.param_groups[0]["lr"])
                 if save_now or (stop.agreed and not at_end):
                     run.save()
             if stop.agreed:
