@@ -263,7 +263,7 @@ class Run:
     def end(self):
         """Make this epoch the last, before it is saved. All ranks must call it."""
         self.ended = True
-        if self.rank == 0 and self.epoch < self.args.epochs:
+        if self.rank == 0:
             tell(f"ended early, after {self.epoch} of {self.args.epochs} epochs")
 
     def save(self, row=None, is_best=False):
