@@ -171,7 +171,7 @@ def main():
         scaler = amp  # it has the state of loss scaling
         backend += f", apex.amp {args.opt_level}, Apex's DDP"
     else:
-        optimizer = FusedSGD(
+        optimizer = FusedSGD(  # in place of the one above
             net.parameters(),
             lr=args.lr * args.batch_size / 256,
             momentum=args.momentum,

@@ -104,7 +104,7 @@ def main(index, task):
         # A batch of one of what the model takes: to try it, and to print its shape.
         example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
         try_model(net, example, len(train_set.classes), args)
-        store = task.open_store(args.dist_timeout)
+        store = task.open_store(args.dist_timeout)  # its port is of this job and step alone
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.

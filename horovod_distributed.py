@@ -65,9 +65,9 @@ def parse_args():
 
 
 def main():
-    # Who am I? horovodrun has told hvd.init(); plain python is a group of one.
-    # How often its thread looks for work, in ms: on CPUs it takes the time from the training.
+    # How often Horovod's thread looks for work, in ms: on CPUs it takes time from the training.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "1" if torch.cuda.is_available() else "10")
+    # Who am I? horovodrun has told hvd.init(); plain python is a group of one.
     hvd.init()
     rank = hvd.rank()
     local_rank = hvd.local_rank()
@@ -83,7 +83,8 @@ def main():
         if device.type == "cuda" and not (hvd.cuda_built() or hvd.rocm_built()):
             raise ValueError("this Horovod knows no GPUs: install nvcc, then Horovod again")
 
-        # Data. Each process reads its own part of each batch and of the validation set.
+        # Data. Each process reads its own part of each batch and of the validation set. Workers are
+        # forked here, below hvd.init(), which alone knows the ranks; they call nothing of it.
         # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
         # the sampler yields both, epoch and image. It yields none before set_epoch().
         train_set, val_set = image_folders(args.data, args.image_size)
@@ -130,7 +131,7 @@ def main():
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
     compression = ChannelsLast(compression)
     optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression)
-    optimizer._step_supports_amp_scaling = True  # as fused SGD says: no scaler reads a number then
+    optimizer._step_supports_amp_scaling = True  # as fused SGD has it: no number is read
 
     if args.compile:
         model.compile(dynamic=False)  # all batches have one size
