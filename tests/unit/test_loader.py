@@ -264,6 +264,27 @@ def test_a_loader_that_nobody_lets_go_of_does_not_keep_its_process():
     assert re.search("killed by signal|exited unexpectedly", output.splitlines()[-1])
 
 
+READING = """
+import os, time, torch
+from common.loader import start_loader
+
+class Slow:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        os.kill(os.getppid(), 9)
+        time.sleep(60)
+
+list(start_loader(Slow(), range(4), 2, 1, torch.device("cpu")))
+"""
+
+
+def test_a_worker_that_reads_for_long_ends_with_its_process():
+    """torch's own workers look for their parent between two batches only."""
+    run([PYTHON, "-c", READING], ROOT, timeout=20, code=-9)  # fails if a process is left
+
+
 FORKS = """
 import os, runpy, sys
 import torch.distributed as dist
