@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .batches import SharedBatches, collate
+from .device import keep_memory
 from .process import SIGNALS, end_with_parent
 
 
@@ -97,6 +98,7 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, collate_fn
     items, as for any DataLoader, for example of sequences of unlike length; default: collate(),
     which it may call too. Raises OSError where so many workers cannot be started.
     """
+    keep_memory()  # each image is a new block of half a megabyte
     fork = workers > 0 and sys.platform == "linux"
     loader = DataLoader(
         dataset,
