@@ -135,7 +135,8 @@ def test_a_mistake_is_one_line_at_once(work, tmp_path):
     assert code in (2, 137, 143), output  # the highest: of the tasks that -K has ended
     own = [line for line in output.splitlines() if not re.match("srun: |slurmstepd", line)]
     # -K may end task 0 in the middle of a call to the store, which torch's C++ then logs.
-    lines = [line for line in own if not re.match(r"\[rank\d+\]:|\[W|frame #|Exception raised|$", line)]
+    log = re.compile(r"\[rank\d+\]:|\[W|frame #|Exception raised|$")
+    lines = [line for line in own if not log.match(line)]
     assert len(lines) == 1, output
     (line,) = lines
     message = "task 1 would start 2 processes and task 0 1: take nodes with as many GPUs each"
