@@ -15,6 +15,8 @@ from conftest import HOROVODRUN, ONE_THREAD, ROOT, Job, load, python, rows, same
 FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
 FLAGS += "--checkpoint-freq 5 --max-steps 45 -j 1".split()
 DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
+# An epoch takes 1.5 s and more: time to see a line and to act.
+SLOW = {"STEP_SECONDS": "0.05"}
 # Slurm's script has tests of its own, on a cluster.
 SCRIPTS = {
     "alone": (python("distributed.py"), {}),
@@ -30,15 +32,16 @@ ALIKE = {"alone": "alone", "dataparallel": "alone", "fsdp": "fsdp"}
 WARNS = "warn|abort|terminate|Traceback"  # no good run says any of it
 
 
-def start(name, folder, work, *more):
-    command, env = SCRIPTS[name]
-    return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, {**ONE_THREAD, **env})
+def start(name, folder, work, *more, env=SLOW):
+    command, own = SCRIPTS[name]
+    env = ONE_THREAD | own | env
+    return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, env)
 
 
 def resume(name, folder, work, *more):
     """The rest of a run of any script, by the cheapest that goes on to the same end."""
     name = ALIKE.get(name, "distributed")
-    return start(name, folder, work, "--resume", "auto", *more).finish()
+    return start(name, folder, work, "--resume", "auto", *more, env={}).finish()
 
 
 def straight(name, work, *more):
@@ -49,7 +52,7 @@ def straight(name, work, *more):
 @functools.cache
 def _straight(name, work, more):
     folder = work / f"straight-{len([*work.glob('straight-*')])}"
-    output = start(name, folder, work, *more).finish()
+    output = start(name, folder, work, *more, env={}).finish()
     assert not re.search(WARNS, output, re.I), output
     return folder
 

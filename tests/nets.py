@@ -42,8 +42,11 @@ def wait(net, _):
 
 
 def normed(num_classes):
-    """BatchNorm, and dropout: state beside the weights, and random numbers in every step."""
-    return nn.Sequential(
+    """BatchNorm, and dropout: state beside the weights, and random numbers in every step.
+
+    A step takes STEP_SECONDS more, where a test must act before a fast machine is through.
+    """
+    net = nn.Sequential(
         nn.Conv2d(3, 8, 5, stride=2),
         nn.BatchNorm2d(8),
         nn.ReLU(),
@@ -52,6 +55,9 @@ def normed(num_classes):
         nn.Dropout(0.2),
         nn.Linear(128, num_classes),
     )
+    if seconds := float(os.environ.get("STEP_SECONDS", 0)):
+        net.register_forward_pre_hook(lambda net, _: time.sleep(seconds * net.training))
+    return net
 
 
 def transformer(num_classes):

@@ -92,7 +92,7 @@ def test_two_processes_are_the_two_of_distributed(shape, work, tmp_path):
 def test_sigusr1_to_srun_saves_and_ends_all(work, tmp_path):
     """Not SIGTERM: for that srun kills the tasks at once. distributed.py goes on."""
     flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c"]
-    job = Job(srun("-N2 --gres gpu:1", *flags), work, ONE_THREAD)
+    job = Job(srun("-N2 --gres gpu:1", *flags), work, ONE_THREAD | SLOW)
     job.wait_for(r"epoch 1/\d+ \[7/")
     job.process.send_signal(signal.SIGUSR1)
     assert "saved: --resume auto goes on" in job.finish(code=75)
@@ -149,7 +149,7 @@ def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_pa
     """A task, or a process that a task has started. What a killed one leaves disturbs nobody."""
     command = [*srun(*SHAPES[shape]), *FLAGS, "--checkpoint-dir", tmp_path / "c"]
     command += ["--dist-file", tmp_path / "file"]
-    job = Job(command, work, ONE_THREAD)
+    job = Job(command, work, ONE_THREAD | SLOW)
     job.wait_for(rf"epoch 1/\d+ \[{random.randrange(6, 25)}/")
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     code, output = job.wait(100)  # looks for leftovers too

@@ -120,7 +120,7 @@ def start_on(hosts, work, folder, *more):
     agent = f"{PYTHON} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --master-addr=host-a"
     command = [ROOT / "distributed.py", *FLAGS, "--checkpoint-dir", folder, *more]
     return [
-        hosts.start(i, [*agent.split(), f"--node-rank={i}", *command], work, ONE_THREAD)
+        hosts.start(i, [*agent.split(), f"--node-rank={i}", *command], work, ONE_THREAD | SLOW)
         for i in (0, 1)
     ]
 
