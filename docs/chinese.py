@@ -148,7 +148,7 @@ CHINESE = {
     "model(images)": "model(images)",
     "waits for rank 0's forward": "等 rank 0 的 forward",
     "nobody answers": "无人响应",
-    "No error, no output, until the time limit: 10 minutes with NCCL, 30 with gloo.": (
+    "No error, no output, until the timeout: 10 minutes with NCCL, 30 with gloo.": (
         "没有报错，没有输出，直到超时：NCCL 是 10 分钟，gloo 是 30 分钟。"
     ),
     "Each call alone is right; but all processes must make the same calls, in the same order.": (

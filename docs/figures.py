@@ -397,7 +397,7 @@ def hang():
     f.text(
         420,
         270,
-        "No error, no output, until the time limit: 10 minutes with NCCL, 30 with gloo.",
+        "No error, no output, until the timeout: 10 minutes with NCCL, 30 with gloo.",
         16,
     )
     words = (

@@ -28,6 +28,7 @@ from conftest import (
 
 from tests.launched import (
     FLAGS,
+    SLOW,
     cmdline,
     processes,
     resume,

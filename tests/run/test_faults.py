@@ -15,7 +15,7 @@ import pytest
 from conftest import HOROVODRUN, ONE_THREAD, PYTHON, ROOT, load, needs_horovod, same_state
 
 from tests.hosts import Hosts, needs_hosts
-from tests.launched import FLAGS, SCRIPTS, processes, resume, same_run, start, straight
+from tests.launched import FLAGS, SCRIPTS, SLOW, processes, resume, same_run, start, straight
 
 
 @pytest.fixture
