@@ -87,8 +87,9 @@ class ProgressMeter:
 
 def make_bar(title, total, first=0):
     """A tqdm that leaves nothing on the screen when it is closed."""
-    more = {"ncols": columns_for_bar(), "bar_format": BAR, "leave": False, "file": sys.stdout}
-    return tqdm(desc=title, initial=first, total=total, **more)
+    how = {"ncols": columns_for_bar(), "nrows": 24}  # of 0 rows tqdm would show nothing
+    how |= {"bar_format": BAR, "leave": False, "file": sys.stdout}
+    return tqdm(desc=title, initial=first, total=total, **how)
 
 
 def columns_for_bar():
