@@ -23,17 +23,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def add_argument(self, *names, **more):
         action = super().add_argument(*names, **more)
-        text, default = action.help or "", action.default
+        default = action.default
         if action.dest in IMAGENET:
             default = f"{IMAGENET[action.dest]}; for the digits: {DIGITS[action.dest]}"
-        unset = default is None or default is False or default is argparse.SUPPRESS
-        if not unset and "(default: " not in text:
-            action.help = f"{text} (default: {default})"
+        if default is not None and default is not False and action.dest != "help":
+            action.help = f"{action.help} (default: {default})"
         return action
 
     def parse_args(self, *given):
         for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):  # it is None where it is closed
+            if stream:  # else it is closed
                 # A path that the terminal's encoding does not have is printed with escapes.
                 stream.reconfigure(errors="backslashreplace")
         args = super().parse_args(*given)
@@ -49,9 +48,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def complete(args, saved):
     """A new Namespace: `args`, with a value for each flag that is None and has a default.
 
-    saved: a dict, the args of a checkpoint; {} where there is none. Its arch and image_size are
-    the defaults: another image size than that of the training gives another accuracy. The other
-    defaults are those of the data.
+    saved: a dict, the args of a checkpoint, or {}. Its arch and image_size are defaults, for
+    another image size gives another accuracy. The other defaults are those of the data.
     """
     known = {name: value for name, value in vars(args).items() if value is not None}
     saved = {name: saved[name] for name in ("arch", "image_size") if name in saved}
@@ -77,13 +75,13 @@ def bounded(kind, lowest, highest=math.inf):
 def user_errors(rank, stop=None, remedy=None):
     """Turn a ValueError or an OSError into one line on stderr and exit code 2.
 
-    Several processes meet the same error, and only the one with rank 0 reports it. rank: the local
-    rank where each node can have an error of its own, the rank where all processes have the same.
-    The others wait until the launcher stops them: if one of them exited first, the launcher could
-    stop rank 0 before it has written its line. stop: the StopRequest of this process, if there is
-    one already; a signal ends the block at once, for nothing is trained yet. With `remedy`, a text,
-    an ImportError is reported the same way.
+    Of processes that meet the same error rank 0 reports it. The others wait for the launcher to
+    stop them: if one exited first, it might stop rank 0 before that has written its line. rank: the
+    local rank where each node can have an error of its own, else the rank. stop: the StopRequest of
+    this process, if there is one already; a signal ends the block at once, for nothing is trained
+    yet. With `remedy`, a text, an ImportError is reported the same way.
     """
+    kinds = (ValueError, OSError, ImportError) if remedy else (ValueError, OSError)
     try:
         try:
             if stop:
@@ -92,9 +90,7 @@ def user_errors(rank, stop=None, remedy=None):
         finally:
             if stop:
                 stop.at_once = False
-    except (ValueError, OSError, ImportError) as error:
-        if isinstance(error, ImportError) and not remedy:
-            raise
+    except kinds as error:
         if rank:
             # If rank 0 has not exited after 30 s, only this process has the error: report it.
             stopped = stop.requested.wait(30) if stop else time.sleep(30)
@@ -112,10 +108,14 @@ def first_line(error):
 COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 
 
+def is_terminal(stream):
+    """Whether `stream`, None where it is closed, takes colours and moves of the cursor."""
+    return bool(stream and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+
+
 def paint(text, colour, stream=None):
     """The text in a colour, if `stream` (stdout) is a terminal and NO_COLOR is not set."""
-    stream, env = stream or sys.stdout, os.environ
-    if env.get("NO_COLOR") or env.get("TERM", "dumb") == "dumb" or not (stream and stream.isatty()):
+    if os.environ.get("NO_COLOR") or not is_terminal(stream or sys.stdout):
         return text
     return f"\033[{COLOURS[colour]}m{text}\033[0m"
 
@@ -135,17 +135,15 @@ def say(text):
     """Write a text about an error to stderr, after all that was printed so far.
 
     Its last line, the reason, is red at a terminal, and torchrun repeats it at the end of its own
-    report. Nothing is written where stdout and stderr are closed.
+    report.
     """
+    stderr = sys.__stderr__  # a process group lets the hook for errors print elsewhere
     first, newline, reason = text.rpartition("\n")
-    words = f"{first}{newline}{paint(reason, 'red', sys.__stderr__)}\n"
-    if sys.__stderr__ and sys.__stderr__.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        words = f"\r\033[K{words}"  # in place of a progress bar
-    for stream, part in ((sys.stdout, ""), (sys.__stderr__, words)):
-        # Nobody reads it any more; it is None; it was closed by close().
-        with contextlib.suppress(OSError, AttributeError, ValueError):
-            stream.write(part)
-            stream.flush()
+    over_bar = "\r\033[K" if is_terminal(stderr) else ""
+    text = f"{over_bar}{first}{newline}{paint(reason, 'red', stderr)}\n"
+    for stream, part in ((sys.stdout, ""), (stderr, text)):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(part, end="", file=stream, flush=True)
     tell_torchrun(reason)
 
 

@@ -1,6 +1,5 @@
 """Where a training run stands, and the checkpoints from which it goes on."""
 
-import contextlib
 import fcntl
 import io
 import json
@@ -17,22 +16,23 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .arguments import complete, tell
-from .report import append_line, cut_lines, json_line, whole_file
+from .arguments import complete
+from .report import append_line, cut_lines, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
+METRICS = "metrics.jsonl"
+FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
 TEMPORARY = re.compile(r"(checkpoint.*\.pth|model_best\.pth|metrics\.jsonl)\.\d+\.tmp")
 
 
 class Run:
     """Where a run stands: epochs completed, steps done in the current one, the best score so far.
 
-    Rank 0 first locks args.checkpoint_dir, unless it only evaluates. Then each process reads the
-    checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in the
-    folder, or starts afresh. So what a run continues from is what lies there while it has the lock.
-    Nothing in the folder is changed before tidy_folder().
+    Rank 0 first locks args.checkpoint_dir, unless it only evaluates: a run goes on from what lies
+    there while it has the lock. Then each process reads the checkpoint that args.resume asks for,
+    to the CPU; "auto" takes the newest good one in the folder, or starts afresh. The folder is not
+    changed before tidy_folder(). Where `step` equals steps_per_epoch, only the validation is left.
 
-    A run whose `step` equals steps_per_epoch has trained that epoch and not validated it.
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
     """
@@ -40,52 +40,46 @@ class Run:
     def __init__(self, args, rank, world_size):
         self.rank, self.world_size = rank, world_size
         self.folder = os.path.realpath(args.checkpoint_dir)
-        self.newest = os.path.join(self.folder, NEWEST)
         if rank == 0 and not args.evaluate:
             self.lock = lock_folder(self.folder)  # until this process ends
-        self.last_save = contents_of(self.newest)
+        self.last_save = contents_of(self.file(NEWEST))
         self.path, self.checkpoint, self.damaged = None, None, []
         if args.resume == "auto":
             self._read_newest()
         elif args.resume:
             self.path = os.path.realpath(args.resume)
             self.checkpoint = read_checkpoint(self.path)
-        self.inside = self.path is not None and os.path.dirname(self.path) == self.folder
-        self._check_folder(args)
+        held = [name for name in FILES if os.path.lexists(self.file(name))]
+        goes_on = self.path and (args.resume == "auto" or self.path == self.file(NEWEST))
+        if args.evaluate and args.resume and not self.path:
+            raise ValueError(f"no checkpoint to evaluate in {self.folder}")
+        if held and not goes_on and not args.evaluate:
+            remedy = "give another --checkpoint-dir, or continue the newest with --resume auto"
+            raise ValueError(f"{self.folder} holds a run ({held[0]}): {remedy}")
 
         saved = self.checkpoint or {"epoch": 0, "step": 0, "args": {}, "contents": 0}
         self.resumed_args, self.contents = saved["args"], saved["contents"]
         self.args = complete(args, self.resumed_args)
         self.epoch, self.step = saved["epoch"], saved["step"]
-        self.began, self.progress = time.perf_counter(), []  # a ProgressMeter for each epoch
+        self.began, self.progress = time.perf_counter(), None  # the epoch's ProgressMeter
         self.best_acc1, self.best_epoch, self.ended = -math.inf, 0, False
-        if self.inside:  # else the first validation makes the new folder's model_best.pth
-            self.best_acc1, self.best_epoch = saved["best_acc1"], saved.get("best_epoch", 0)
+        if goes_on:  # else the first validation makes the new folder's model_best.pth
+            self.best_acc1, self.best_epoch = saved["best_acc1"], saved["best_epoch"]
             # An early end is final, unless more epochs are asked for.
             self.ended = saved["ended"] and self.args.epochs <= saved["args"]["epochs"]
 
+    def file(self, name):
+        return os.path.join(self.folder, name)
+
     def _read_newest(self):
-        paths = [os.path.join(self.folder, name) for name in (NEWEST, PREVIOUS, BEST)]
-        for path in filter(os.path.lexists, paths):
+        for path in filter(os.path.lexists, map(self.file, (NEWEST, PREVIOUS, BEST))):
             try:
                 self.path, self.checkpoint = path, read_checkpoint(path)
                 return
-            except Damaged as error:
+            except ValueError as error:
                 self.damaged.append(str(error))
         if self.damaged:
             raise ValueError("; ".join(self.damaged))
-
-    def _check_folder(self, args):
-        names = [NEWEST, PREVIOUS, BEST, "metrics.jsonl"]
-        held = [name for name in names if os.path.lexists(os.path.join(self.folder, name))]
-        remedy = "give another --checkpoint-dir, or continue the newest with --resume auto"
-        if args.evaluate:
-            if args.resume and not self.checkpoint:
-                raise ValueError(f"no checkpoint to evaluate in {self.folder}")
-        elif held and not self.inside:
-            raise ValueError(f"{self.folder} holds a run ({held[0]}): {remedy}")
-        elif self.inside and args.resume != "auto" and self.path != self.newest:
-            raise ValueError(f"{self.path} is not the newest checkpoint of its folder: {remedy}")
 
     def plan(self, train_set, steps_per_epoch):
         """Learn what is to be trained: a data set with a list `classes`, in so many steps an epoch.
@@ -132,8 +126,7 @@ class Run:
         What the optimizer's groups hold (rate, momentum, ...) is the checkpoint's, unless the
         script now gives another value and no torch scheduler is attached. With args.evaluate only
         the model is filled, and of `more` what the checkpoint has. Raises ValueError for a
-        checkpoint of another model, another type of optimizer or other groups of weights, and for
-        one with more or less than this; and what torch raises for a state that it could not load.
+        checkpoint that does not fit, and what torch raises for a state that it could not load.
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
@@ -143,13 +136,12 @@ class Run:
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        for part in more.values():  # at the resume it would be too late to learn that it fails
-            file = io.BytesIO()
-            torch.save(part.state_dict(), file)
-            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        # What could not be loaded is said now: at the resume it would be too late.
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in more.values()], file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         if optimizer.defaults.get("dampening") == 0:
-            # If the first fp16 step overflows, fused SGD leaves a new momentum buffer
-            # uninitialised, so make it first, of zeros.
+            # If the first fp16 step overflows, fused SGD would leave them uninitialised.
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -207,29 +199,26 @@ class Run:
                 raise ValueError(f"the {what} of rank {', '.join(others)} differs from rank 0's")
 
     def tidy_folder(self):
-        """Rank 0, once all processes agree: tidy the checkpoint folder for what will be written.
+        """Rank 0, once all processes agree: remove what a killed process has left half-done.
 
-        Temporary files of a process that was killed are removed. A damaged newest checkpoint is
-        kept as checkpoint.damaged-TIME.pth. metrics.jsonl ends where the checkpoint stands.
+        A damaged newest checkpoint is kept as checkpoint.damaged-TIME.pth.
         """
         self._check_untouched()
         for name in filter(TEMPORARY.fullmatch, os.listdir(self.folder)):
-            os.remove(os.path.join(self.folder, name))
-        if self.damaged and os.path.exists(self.newest):
-            kept = os.path.join(self.folder, f"checkpoint.damaged-{time.time_ns()}.pth")
-            os.replace(self.newest, kept)
-            self.last_save = contents_of(self.newest)
-        cut_lines(self.folder, self.epoch, self.step)
+            os.remove(self.file(name))
+        if self.damaged and os.path.exists(self.file(NEWEST)):
+            os.replace(self.file(NEWEST), self.file(f"checkpoint.damaged-{time.time_ns()}.pth"))
+            self.last_save = contents_of(self.file(NEWEST))
+        cut_lines(self.file(METRICS), self.epoch, self.step)
 
     def _check_untouched(self):
         """Raise OSError if another run has written here since this one last read or wrote.
 
-        The lock keeps others out, but not where a file system has no locks or the folder is moved:
-        then this keeps a checkpoint from going backward.
+        The lock does not keep it out where a file system has no locks or the folder was moved.
         """
-        if contents_of(self.newest) != self.last_save:
+        if contents_of(self.file(NEWEST)) != self.last_save:
             raise OSError(
-                f"{self.newest} is not the one that this run last read or wrote: "
+                f"{self.file(NEWEST)} is not the one that this run last read or wrote: "
                 "does another run use the folder, or was it moved?"
             )
 
@@ -263,22 +252,20 @@ class Run:
     def end(self):
         """Make this epoch the last, before it is saved. All ranks must call it."""
         self.ended = True
-        if self.rank == 0:
-            tell(f"ended early, after {self.epoch} of {self.args.epochs} epochs")
 
     def save(self, row=None, is_best=False):
         """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.
 
         After a validation: `row`, a dict, is added to metrics.jsonl, and if is_best the same goes
-        to model_best.pth. checkpoint.pth is replaced last: after a crash before that, the epoch's
-        end is repeated. Raises OSError, and leaves the old checkpoint, where it cannot be written;
+        to model_best.pth. checkpoint.pth comes last: after a crash before, the epoch's end is
+        repeated. Raises OSError where it cannot be written, and leaves the old one;
         FloatingPointError for weights that are not finite.
         """
         bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
         bad += [name for name, x in self.net.named_buffers() if x.isnan().any()]
         if bad:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
-        line = json_line(row) if row else ""  # an error in it comes before anything changes
+        line = f"{json.dumps(row)}\n"  # an error in it comes before anything changes
         state = {
             "epoch": self.epoch,
             "step": self.step,
@@ -298,44 +285,37 @@ class Run:
         }
         self._check_untouched()
         if is_best:
-            with whole_file(os.path.join(self.folder, BEST)) as file:
+            with whole_file(self.file(BEST)) as file:
                 torch.save(state, file)
         if row:
-            append_line(self.folder, line)
-        with whole_file(self.newest, keep=os.path.join(self.folder, PREVIOUS)) as file:
+            append_line(self.file(METRICS), line)
+        with whole_file(self.file(NEWEST), keep=self.file(PREVIOUS)) as file:
             torch.save(state, file)
             self._check_untouched()  # again: a large checkpoint takes a while to write
-        self.last_save = contents_of(self.newest)
-
-
-class Damaged(ValueError):
-    """A checkpoint whose contents are not what was written."""
+        self.last_save = contents_of(self.file(NEWEST))
 
 
 def read_checkpoint(path):
     """A checkpoint as a dict on the CPU, with the number of its `contents`.
 
-    Raises Damaged for contents that changed since they were written, ValueError for what is no
+    Raises ValueError for contents that changed since they were written and for what is no
     checkpoint of these scripts, OSError for what cannot be read.
     """
-    try:
-        with open(path, "rb") as file:
-            check_whole(file)
-            contents = contents_of(file)
-            file.seek(0)
+    with open(path, "rb") as file:
+        check_whole(file)
+        contents = contents_of(file)
+        file.seek(0)
+        try:
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
-    except OSError as error:
-        raise OSError(f"cannot read {path}: {error.strerror or error}") from error
-    except (pickle.UnpicklingError, RuntimeError):  # it holds code, or is of another kind
-        reason = "torch.load(weights_only=True) refuses it"
-        raise ValueError(f"{path} is no checkpoint of these scripts: {reason}") from None
+        except (pickle.UnpicklingError, RuntimeError):  # it holds code, or is of another kind
+            checkpoint = None
     if not isinstance(checkpoint, dict) or "optimizer_type" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of these scripts")
     return checkpoint | {"contents": contents}
 
 
 def check_whole(file):
-    """Raise Damaged unless a checkpoint holds what was written. torch.load takes flipped bytes."""
+    """Raise ValueError unless a checkpoint is as written: torch.load does not see flipped bytes."""
     try:
         with zipfile.ZipFile(file) as archive:
             if archive.testzip() is not None:
@@ -344,7 +324,7 @@ def check_whole(file):
         file.seek(0)
         while file.read(1 << 24):
             pass  # zipfile takes a disk's error for damage, here it is raised
-        raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
 
 
 def contents_of(file):
@@ -352,9 +332,11 @@ def contents_of(file):
 
     Not its inode or time of change: on network file systems these may change by themselves.
     """
-    with contextlib.suppress(Exception), zipfile.ZipFile(file) as archive:
-        return zlib.crc32(repr([(x.filename, x.CRC) for x in archive.infolist()]).encode())
-    return 0
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return zlib.crc32(repr([(x.filename, x.CRC) for x in archive.infolist()]).encode())
+    except Exception:  # it is not there, or damaged
+        return 0
 
 
 def lock_folder(folder):

@@ -5,13 +5,15 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import sys
 import time
+from datetime import timedelta
 
 import torch
 from tqdm import tqdm
 
-from .arguments import paint, tell, tell_torchrun
+from .arguments import is_terminal, paint, tell, tell_torchrun
 from .decode import DECODERS
 
 BAR = "{desc} {bar} {n}/{total} {remaining}"
@@ -31,19 +33,16 @@ class ProgressMeter:
 
     def __init__(self, run, end):
         self.run, self.first, self.end = run, run.step, end
-        self.shown, self.seconds, self.start = run.step, 0.0, time.perf_counter()
-        # The fifth best of five classes is always right.
-        hidden = {"acc@5"} if len(run.classes) <= 5 else set()
-        self.visible = [meter for name, meter in run.meters.items() if name not in hidden]
+        self.shown, self.start = run.step, time.perf_counter()
         if run.step == 0:
             for meter in run.meters.values():
                 meter.reset()
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         self.title = f"epoch {run.epoch + 1}/{run.args.epochs}"
-        shown = run.rank == 0 and terminal_columns() > 0 and run.step < end
-        self.bar = make_bar(self.title, end, run.step) if shown else None
-        run.progress.append(self)
+        has_bar = run.rank == 0 and is_terminal(sys.stdout) and run.step < end
+        self.bar = make_bar(self.title, end, run.step) if has_bar else None
+        run.progress = self
 
     def update(self, sums):
         """Take in the sums, one for each meter, of the steps since the last update."""
@@ -51,24 +50,21 @@ class ProgressMeter:
             meter.add(total, self.run.step - self.shown)
         self.shown = self.run.step
 
-    def images(self):
-        """How many images were trained, by all processes."""
-        return (self.shown - self.first) * self.run.args.batch_size
-
     def speed(self):
         """Images per second of all processes, since the start."""
-        return self.images() / (self.seconds or time.perf_counter() - self.start)
+        images = (self.shown - self.first) * self.run.args.batch_size
+        return images / (time.perf_counter() - self.start)
 
     def display(self, lr):
         """A line has the latest values and their means in the epoch, the bar two of the means."""
-        run, speed = self.run, f"{self.speed():.0f} img/s"
+        run, meters, speed = self.run, self.run.meters.values(), f"{self.speed():.0f} img/s"
         if self.bar is None:
-            parts = [speed, *map(str, self.visible), f"lr {lr:.4g}"]
-            tell("  ".join([f"{self.title} [{run.step}/{self.end}]", *parts]))
+            parts = [f"{self.title} [{run.step}/{self.end}]", speed, *map(str, meters)]
+            tell("  ".join([*parts, f"lr {lr:.4g}"]))
             return
-        means = [f"{m.name} {m.avg:.{3 if m.avg < 10 else 2}f}" for m in self.visible[:2]]
+        means = [f"{meter.name} {meter.avg:.3f}" for meter in list(meters)[:2]]
         self.bar.bar_format = " ".join([BAR, speed, *means])
-        self.bar.ncols = terminal_columns() - 3
+        self.bar.ncols = columns_for_bar()
         self.bar.update(run.step - self.bar.n)
 
     def close(self, waited):
@@ -81,31 +77,29 @@ class ProgressMeter:
             self.bar.close()
         if self.run.step == self.first:
             return {}
-        self.seconds = time.perf_counter() - self.start
-        share = waited / self.seconds
-        if self.run.rank == 0 and share > 0.2 and self.seconds >= 60:
+        speed, seconds = self.speed(), time.perf_counter() - self.start
+        share = waited / seconds
+        if self.run.rank == 0 and share > 0.2 and seconds >= 60:
             hint = f"hint: {share:.0%} of the epoch was spent waiting for images"
             tell(paint(f"{hint}: try more --workers or a faster disk", "yellow"))
-        return {"images_per_second": self.speed(), "data_time": share, "seconds": self.seconds}
-
-    def left(self):
-        """Seconds that the rest of the run takes, if it goes on as in this epoch; 0 if unknown."""
-        if self.run.finished() or not self.images():
-            return 0.0
-        a_step = (time.perf_counter() - self.start) / (self.shown - self.first)
-        return a_step * (self.run.total_steps - self.run.global_step())
+        return {"images_per_second": speed, "data_time": share, "seconds": seconds}
 
 
 def make_bar(title, total, first=0):
     """A tqdm that leaves nothing on the screen when it is closed."""
-    columns = terminal_columns() - 3  # room for the ^C that a terminal shows
-    more = dict(ncols=columns, nrows=24, bar_format=BAR, mininterval=0.1, leave=False)
-    return tqdm(desc=title, initial=first, total=total, file=sys.stdout, **more)
+    how = {"ncols": columns_for_bar(), "nrows": 24}  # of 0 rows tqdm would show nothing
+    how |= {"bar_format": BAR, "leave": False, "file": sys.stdout}
+    return tqdm(desc=title, initial=first, total=total, **how)
+
+
+def columns_for_bar():
+    """The width of the terminal, 80 where it does not tell, less the ^C that it may show."""
+    return shutil.get_terminal_size().columns - 3
 
 
 def with_bar(batches, rank):
     """Iterate over the batches of a validation; rank 0 shows a bar, if it has a terminal."""
-    if rank > 0 or not terminal_columns():
+    if rank > 0 or not is_terminal(sys.stdout):
         yield from batches
         return
     with make_bar("validation", len(batches)) as bar:
@@ -114,40 +108,31 @@ def with_bar(batches, rank):
             bar.update()
 
 
-def terminal_columns():
-    """The width of the terminal that stdout is; 0 where it is none, or does not tell its size."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            columns, rows = os.get_terminal_size(sys.stdout.fileno())
-            return columns if rows else 0
-    return 0
-
-
 def print_epoch(run, row, is_best):
     """Rank 0: one line on an epoch that is validated and saved.
 
     row: as in metrics.jsonl; shown are val_loss and the scores that it holds, whatever their names,
     then train_loss. A terminal that is too narrow gets the first score alone, and no train_loss.
     """
-    progress = run.progress[-1]
-    hidden = NO_SCORES | ({"acc5"} if len(run.classes) <= 5 else set())
     title = f"epoch {run.epoch + (run.step > 0)}/{run.args.epochs}"
     if run.step:
         title += f" step {run.step}"  # --max-steps has cut it
     scores = [
         f"{NAMES.get(key, key)} {value:.{4 if 'loss' in key else 3}f}"
         for key, value in row.items()
-        if key not in hidden and isinstance(value, (int, float))
+        if key not in NO_SCORES and isinstance(value, (int, float))
     ]
-    best = "new best" if is_best else f"best {run.best_acc1:.3f}"
-    ends = [best, duration(time.perf_counter() - progress.start)]
-    if left := progress.left():
+    progress, best = run.progress, "new best" if is_best else f"best {run.best_acc1:.3f}"
+    seconds, steps = time.perf_counter() - progress.start, progress.shown - progress.first
+    ends = [best, duration(seconds)]
+    if steps and not run.finished():  # else a resume has only validated
+        left = seconds / steps * (run.total_steps - run.global_step())
         ends.append(f"{duration(left)} left")
     if torch.cuda.is_initialized():
         ends.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     mean = [f"train_loss {row['train_loss']:.4f}"] if "train_loss" in row else []
     line = "  ".join([title, *scores, *ends, *mean])
-    if 0 < terminal_columns() < len(line):
+    if is_terminal(sys.stdout) and len(line) > shutil.get_terminal_size().columns:
         line = "  ".join([title, *scores[:2], *ends])
     tell(line.replace("new best", paint("new best", "green")))
 
@@ -161,25 +146,20 @@ def print_end(run):
             tell("torchrun reports every stop as below: that is no error\n")
             tell_torchrun(where)
         return
-    if images := sum(progress.images() for progress in run.progress):
-        took = duration(time.perf_counter() - run.began)
-        speed = images / sum(progress.seconds for progress in run.progress)
-        tell(f"done in {took}, {speed:.0f} img/s while training")
-    path = os.path.join(run.folder, "model_best.pth")
-    if os.path.exists(path) and math.isfinite(run.best_acc1):
-        path = min(path, os.path.relpath(path), key=len)
-        when = f" in epoch {run.best_epoch}" if run.best_epoch else ""  # an old checkpoint has none
-        tell(paint(f"best: {run.best_acc1:.3f}{when}, saved as {path}", "green"))
-        tell(f"to evaluate it, add to the command: --evaluate --resume {path}")
+    if run.progress:
+        early = f", after {run.epoch} of {run.args.epochs} epochs" if run.ended else ""
+        tell(f"done in {duration(time.perf_counter() - run.began)}{early}")
+    if math.isfinite(run.best_acc1):
+        path = os.path.join(run.args.checkpoint_dir, "model_best.pth")
+        best = f"best: {run.best_acc1:.3f} in epoch {run.best_epoch}, saved as {path}"
+        tell(
+            paint(best, "green"), f"to evaluate it, add to the command: --evaluate --resume {path}"
+        )
 
 
 def duration(seconds):
-    """Such as 4.5 s, 12 min, 3.4 h or 12 days."""
-    unit, number = "s", seconds
-    for larger, length in (("min", 60), ("h", 60), ("days", 24)):
-        if number >= 99.5:
-            unit, number = larger, number / length
-    return f"{number:.{0 if number >= 9.95 else 1}f} {unit}"
+    """Hours, minutes and seconds, such as 0:02:30."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def print_banner(run, train_set, val_set, example, workers, backend, device):
@@ -187,49 +167,38 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
 
     run: a Run to which all is attached; example: a batch of one of what the model takes.
     """
-    args, flags = run.args, vars(run.args)
-    world_size, batch_size = run.world_size, args.batch_size
+    args, world_size, batch_size = run.args, run.world_size, run.args.batch_size
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     shape = f" of {list(example.shape[1:])}" if torch.is_tensor(example) else ""
     decoder = f", images decoded by {DECODERS[0]}" if hasattr(train_set, "paths") else ""
-    rates, lr = sorted({float(group["lr"]) for group in run.given}), flags.get("lr", math.nan)
-    rate = f"learning rate {', '.join(f'{rate:.4g}' for rate in rates)}"
-    if any("initial_lr" in group for group in run.given):
-        rate = "learning rate: a scheduler's"
-    elif rates == [lr * batch_size / 256]:
-        rate += f" = {lr:g} x {batch_size} / 256"
+    rates = sorted({float(group["lr"]) for group in run.given})
+    rate = ", ".join(f"{rate:.4g}" for rate in rates)
+    if "lr" in args and rates == [args.lr * batch_size / 256]:
+        rate += f" = {args.lr:g} x {batch_size} / 256"
     lines = [
         f"{os.path.basename(sys.argv[0])}: processes: {world_size}, {backend}, {where}, "
         f"{args.precision}, torch {torch.__version__}",
         f"each process: threads: {torch.get_num_threads()}, loader workers: {workers}{decoder}",
         f"{len(train_set)} items{shape} to train, {len(val_set)} to validate, "
         f"{len(run.classes)} classes; {args.arch}",
-        f"global batch {batch_size} = {world_size} x {batch_size // world_size}; {rate}",
+        f"global batch {batch_size} = {world_size} x {batch_size // world_size}; "
+        f"learning rate {rate}",
     ]
     if not args.evaluate:
         lines.append(f"checkpoints go to {run.folder}")
-        if flags.get("warmup_epochs", 0) >= args.epochs:
-            text = "warning: --warmup-epochs is not less than --epochs: the rate only rises"
-            lines.append(paint(text, "yellow"))
     lines += [paint(text, "yellow") for text in run.damaged]
     if run.path:
         lines.append(f"resumed from {run.path} at {run.place()}")
     elif args.evaluate or args.resume:
-        source = "torchvision" if flags.get("pretrained") else flags.get("weights")  # a recipe's
-        weights = f"those of {source}" if source else "random"
-        if flags.get("pretrained") and len(run.classes) != 1000:
-            weights += ", except in the head: it is random"
-        lines.append(f"no checkpoint: the weights are {weights}")
+        lines.append("no checkpoint was read")
     before, now = run.resumed_args, run.saved_args
-    changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
-    for name in sorted(changed - {"resume", "evaluate"}):
-        note = ", same global batches" * (name == "world_size" and "batch_size" not in changed)
-        lines.append(f"  changed: {name} {before[name]} -> {now[name]}{note}")
+    for name in sorted(before.keys() & now.keys() - {"resume", "evaluate"}):
+        if before[name] != now[name]:
+            lines.append(f"  changed: {name} {before[name]} -> {now[name]}")
     if not args.evaluate and run.finished():
-        why = f"{run.global_step()} of {run.total_steps} steps are done"
-        if run.ended:
-            why = "run.end() has ended it; more --epochs continue it, until the next such end"
-        lines.append(f"nothing left to train: {why}")
+        done = f"{run.global_step()} of {run.total_steps} steps are done"
+        early = ", and it was ended early" if run.ended else ""
+        lines.append(f"nothing left to train: {done}{early}")
     tell(*lines)
 
 
@@ -249,15 +218,8 @@ def whole_file(path, keep=None):
         if keep and os.path.exists(path):
             os.replace(path, keep)
         os.replace(new, path)
-        directory = os.open(os.path.dirname(path), os.O_RDONLY)
-        with contextlib.suppress(OSError):  # not every file system can: the file itself is there
-            os.fsync(directory)
-        os.close(directory)
     except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
-        if "DataLoader worker" in str(error):  # a worker has died meanwhile: no matter of this file
-            raise
-        kept = "; the one before it is untouched" if os.path.exists(path) else ""
-        raise OSError(f"cannot write {path}: {error}{kept}") from error
+        raise OSError(f"cannot write {path}: {error}") from error
     finally:
         with contextlib.suppress(OSError):  # it is gone already, or the disk is
             os.remove(new)
@@ -275,35 +237,25 @@ def locked(path):
         yield
 
 
-def json_line(row):
-    """A dict as a line of JSON, which has no NaN and no infinity: they become null."""
-    lost = [key for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)]
-    return json.dumps(row | dict.fromkeys(lost)) + "\n"
-
-
-def append_line(folder, line):
+def append_line(path, line):
     """Add a line to metrics.jsonl, and have it on the disk."""
-    with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
+    with open(path, "a") as file:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
 
 
-def cut_lines(folder, epoch, step):
-    """Cut from metrics.jsonl what lies beyond a position: it will be written again."""
-    path = os.path.join(folder, "metrics.jsonl")
-    if os.path.exists(path):
-        with open(path, "rb") as file:
-            lines = list(file)
-        kept = [line for line in lines if not is_beyond(line, epoch, step)]
-        if kept != lines:
-            with whole_file(path) as file:
-                file.writelines(kept)
-
-
-def is_beyond(line, epoch, step):
-    try:
-        row = json.loads(line)
-        return (row["epoch"], row["step"]) > (epoch, step)
-    except (ValueError, TypeError, KeyError):
-        return not line.endswith(b"\n")  # half a line, where a process was killed
+def cut_lines(path, epoch, step):
+    """Cut metrics.jsonl at its first line beyond a position: that will be written again."""
+    if not os.path.exists(path):
+        return
+    with open(path, "rb+") as file:
+        while line := file.readline():
+            try:
+                row = json.loads(line)
+                beyond = (row["epoch"], row["step"]) > (epoch, step)
+            except (ValueError, TypeError, KeyError):  # not ours, or a killed process wrote half
+                beyond = not line.endswith(b"\n")
+            if beyond:
+                file.truncate(file.tell() - len(line))
+                return

@@ -16,7 +16,7 @@ from tests.hosts import FLAGS, STEP, Hosts, first_child, needs_hosts
 from tests.launched import straight
 
 DOCUMENT = (ROOT / "docs/elastic.md").read_text()
-TWO, ONE = (f"changed: world_size {was}, same global batches" for was in ("1 -> 2", "2 -> 1"))
+TWO, ONE = (f"changed: world_size {was}" for was in ("1 -> 2", "2 -> 1"))
 SMALLER = {  # what a test makes of the command: one process on each of one or two hosts
     "torchrun": f"{PYTHON} -m torch.distributed.run",
     "--nnodes=2:4 --nproc-per-node=8": "--nnodes=1:2 --nproc-per-node=1",

@@ -107,7 +107,7 @@ def terminal(work, tmp_path):
 
 
 EPOCH = (
-    r"epoch {}/2  loss \d\.\d{{4}}  acc@1 \d+\.\d{{3}}  .*(new best|best \d+\.\d{{3}})  [\d.]+ s"
+    r"epoch {}/2  loss \d\.\d{{4}}  acc@1 \d+\.\d{{3}}  .*(new best|best \d+\.\d{{3}})  0:\d\d:\d\d"
 )
 BAR = r"epoch [12]/2 \S* +\d+/29 \d\d:\d\d \d+ img/s loss \d\.\d{3} acc@1 \d+\.\d+"
 
@@ -127,10 +127,10 @@ def test_a_run_and_the_evaluation_that_it_names(columns, terminal, tmp_path):
     start = next(i for i, line in enumerate(lines) if line.startswith("epoch 1/2"))
     first, second, done, best, evaluate = lines[start:]
     assert max(map(len, lines[start:])) <= columns, lines
-    assert re.fullmatch(EPOCH.format(1) + r"  [\d.]+ s left(  train_loss .*)?", first), first
+    assert re.fullmatch(EPOCH.format(1) + r"  0:\d\d:\d\d left(  train_loss .*)?", first), first
     assert re.fullmatch(EPOCH.format(2) + "(  train_loss .*)?", second) and "left" not in second
     assert ("train_loss" in first) == (columns == 120)
-    assert re.fullmatch(r"done in [\d.]+ s, \d+ img/s while training", done)
+    assert re.fullmatch(r"done in 0:\d\d:\d\d", done)
     top = max(rows(tmp_path / "c"), key=lambda row: row["acc1"])
     state = load(tmp_path / "c", "model_best.pth")
     assert state["epoch"] == state["best_epoch"] == top["epoch"]
@@ -192,10 +192,16 @@ def test_an_error_takes_the_place_of_the_bar(terminal):
     assert not any("img/s" in line for line in lines)
 
 
-@pytest.mark.parametrize("size, env", [((0, 0), {}), full((80, 24), {"TERM": "dumb"})])
-def test_lines_where_a_terminal_has_no_size(size, env, terminal):
+def test_a_bar_where_a_terminal_does_not_tell_its_size(terminal):
+    run = terminal([*python(), *FLAGS, "--max-steps", 3, "--checkpoint-dir", "c"], size=(0, 0))
+    run.read()
+    assert any(re.match(r"epoch 1/4 \S* +[123]/3 ", line) for line in run.current), run.current
+
+
+@pytest.mark.full
+def test_lines_at_a_dumb_terminal(terminal):
     flags = [*FLAGS, "--max-steps", 3, "--checkpoint-dir", "c"]
-    run = terminal([*python(), *flags], size=size, **env)
+    run = terminal([*python(), *flags], TERM="dumb")
     lines = run.read()
     said = [line for line in lines if re.match(r"epoch 1/4 \[[123]/3\]  \d+ img/s  loss ", line)]
     assert len(said) == 3, lines

@@ -74,7 +74,7 @@ def what_happened(code, output):
     for words, pattern in (
         ("refused: in use", "another run is writing to"),
         ("refused: holds a run", "holds a run"),
-        ("refused: no checkpoint", r"cannot read .*checkpoint\.pth: .*No such file"),
+        ("refused: no checkpoint", r"No such file or directory: .*checkpoint\.pth"),
         ("stopped itself", "is not the one that this run last read or wrote"),
         ("stopped itself", r"cannot write .*No such file"),  # the other has tidied the folder
         ("nothing left", "nothing left to train"),

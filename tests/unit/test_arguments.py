@@ -55,12 +55,6 @@ def test_numbers_out_of_bounds(limits, text, message):
     assert str(error.value) == f"argument --flag: {message} (see --help)"
 
 
-def test_numbers_within_bounds():
-    assert parsed("--flag", "1", type=bounded(int, 1, 2)).flag == 1
-    assert parsed("--flag", "2", type=bounded(int, 1, 2)).flag == 2
-    assert parsed("--flag", "1e-4", type=bounded(float, 0)).flag == 1e-4
-
-
 @pytest.mark.parametrize("data", [None, "somewhere"])
 def test_what_is_not_given_is_the_checkpoints_or_that_of_the_data(data):
     """The model and its image size are the checkpoint's, where there is one."""
@@ -77,21 +71,17 @@ def test_what_is_not_given_is_the_checkpoints_or_that_of_the_data(data):
 
 
 def test_a_closed_stdout(monkeypatch, capfd):
-    """By `>&-` in a shell, or by the script itself."""
-    closed = open(os.devnull)  # noqa: SIM115
-    closed.close()
-    for stdout in (closed, None):
-        monkeypatch.setattr(sys, "stdout", stdout)
-        say("words")
+    """By `>&-` in a shell."""
+    monkeypatch.setattr(sys, "stdout", None)
+    say("words")
     parsed()
-    assert capfd.readouterr().err == "words\nwords\n"
+    assert capfd.readouterr().err == "words\n"
 
 
 @pytest.mark.parametrize(
     "rank, asked, said, waited",
     [
         (0, None, "error: wrong\n", []),
-        (0, False, "error: wrong\n", []),
         (1, None, "error: wrong\n", [30]),  # an error of this process alone: nobody has stopped it
         (1, False, "error: wrong\n", [30]),
         (1, True, "", [30]),  # the launcher stops those that local rank 0 has left

@@ -58,7 +58,7 @@ CASES = {
     "--seed -1": "argument --seed: must be between 0 and 9",
     "--dist-timeout 1e15": "argument --dist-timeout: invalid int value: '1e15'",
     "--resume=": "--resume is empty: is a variable not set? (see --help)",
-    "--resume nothing.pth": "cannot read /",
+    "--resume nothing.pth": "No such file or directory: '/",
     "--resume weights.pth": "weights.pth is no checkpoint of these scripts",
     "-e --resume auto --checkpoint-dir none": "no checkpoint to evaluate",
     "--checkpoint-dir weights.pth": "File exists: ",
