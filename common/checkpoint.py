@@ -17,7 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from .arguments import complete
-from .report import append_line, cut_lines, whole_file
+from .report import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
@@ -265,7 +265,7 @@ class Run:
         bad += [name for name, x in self.net.named_buffers() if x.isnan().any()]
         if bad:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
-        line = f"{json.dumps(row)}\n"  # an error in it comes before anything changes
+        line = json_line(row) if row else ""  # an error in it comes before anything changes
         state = {
             "epoch": self.epoch,
             "step": self.step,
@@ -309,8 +309,8 @@ def read_checkpoint(path):
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
         except (pickle.UnpicklingError, RuntimeError):  # it holds code, or is of another kind
             checkpoint = None
-    if not isinstance(checkpoint, dict) or "optimizer_type" not in checkpoint:
-        raise ValueError(f"{path} is no checkpoint of these scripts")
+    if not isinstance(checkpoint, dict) or "best_epoch" not in checkpoint:
+        raise ValueError(f"{path} is no checkpoint of these scripts, or of an older version")
     return checkpoint | {"contents": contents}
 
 

@@ -1,5 +1,7 @@
 """What a run reports: the line of a step and of an epoch, what it says first and at its end."""
 
+import json
+import math
 import re
 import time
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from conftest import rows
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.metrics import AverageMeter
-from common.report import ProgressMeter, print_banner, print_end, print_epoch
+from common.report import ProgressMeter, json_line, print_banner, print_end, print_epoch
 from tests.runs import Images, opened, parts, read, write
 
 
@@ -30,6 +32,15 @@ def test_the_line_of_a_step(capsys, tmp_path):
     expected = r"epoch 1/\d+ \[20/30\]  \d+ img/s  loss 3.000 \(2.250\)  acc@1 50.000 \(50.000\)  "
     expected += r"acc@5 100.000 \(100.000\)  lr 0.1"
     assert re.fullmatch(expected, capsys.readouterr().out.splitlines()[1])
+    run.classes = list("01234")
+    progress.display(0.1)
+    assert "acc@5" not in capsys.readouterr().out  # of five classes it is always right
+
+
+def test_what_is_no_number_in_json_is_null():
+    line = json_line({"epoch": 1, "val_loss": math.nan, "lr": math.inf, "acc1": 1.5})
+    assert line.endswith("}\n") and "NaN" not in line and "Infinity" not in line
+    assert json.loads(line) == {"epoch": 1, "val_loss": None, "lr": None, "acc1": 1.5}
 
 
 @pytest.mark.parametrize("share, length, said", [(0.1, 100, 0), (0.5, 100, 1), (0.5, 50, 0)])
@@ -91,6 +102,9 @@ def test_the_line_of_an_epoch(tmp_path, capsys):
     assert re.fullmatch(line, capsys.readouterr().out)
     epoch(run, 40.0, seconds=90, validation=0)
     assert re.search(r"  best 50.000  0:01:3\d  2:1\d:\d\d left  ", capsys.readouterr().out)
+    run.classes = list("01234")
+    epoch(run, 40.0)
+    assert "acc@5" not in capsys.readouterr().out
 
 
 def test_the_line_of_an_epoch_that_is_cut_and_of_one_that_lacked_its_validation(tmp_path, capsys):
