@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-import shutil
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ def image_folders(data, image_size):
     if data is None:
         data = digits_folder()
         augment = RandomCrop(image_size, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
-    train_set = _images(data, "train", augment)
-    val_set = _images(data, "val", functools.partial(centre_crop, size=image_size))
+    middle = functools.partial(centre_crop, size=image_size)
+    train_set, val_set = _images(data, "train", augment), _images(data, "val", middle)
     classes = train_set.classes
     if len(classes) == 1:
         raise ValueError(f"one class in {data}/train, {classes[0]}: one folder level too many?")
@@ -60,8 +59,8 @@ class ImageFolder(Dataset):
 
     An item is (transform(image), target): image uint8 [3, height, width], target the index of its
     class in `classes`. If the transform is a RandomCrop, no more than the crop is decoded where the
-    decoder can. What begins with a dot does not count. Raises ValueError for folders without images
-    or reached twice by links and, with the path, for what cannot be decoded.
+    decoder can. What begins with a dot does not count. Raises ValueError where there are no images
+    and, with the path, for what cannot be decoded; OSError for a folder that cannot be read.
     """
 
     may_lack_classes = False
@@ -71,12 +70,11 @@ class ImageFolder(Dataset):
         if not os.path.isdir(root):
             needs = "--data needs train/ and val/ in it, or train.tar and val.tar, not compressed"
             raise ValueError(f"no folder {root}: {needs}")
-        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
-        self.classes = sorted(entry.name for entry in entries if entry.is_dir())
+        folders = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+        self.classes = sorted(name for name in folders if not name.startswith("."))
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
-        seen = {os.path.realpath(root)}
-        files = [_image_files(root, name, seen) for name in self.classes]
+        files = [_image_files(root, name) for name in self.classes]
         if not any(files):
             raise ValueError(f"no images ({' '.join(IMG_EXTENSIONS)}) in the folders of {root}")
         # As arrays: a million small objects would be copied into every worker, as their reference
@@ -127,24 +125,18 @@ class ImageArchive(ImageFolder):
         return read_member(self.archives[archive], offset, size)
 
 
-def _image_files(root, folder, seen):
+def _image_files(root, folder):
     """The paths of all images below root/folder, relative to root: of each folder its files first.
 
-    seen: the real paths of the folders that were read, to which these are added.
+    Links are followed; OSError where they lead round in a circle.
     """
-
-    def fail(error):
-        raise error
-
-    files = []
-    for path, folders, names in os.walk(os.path.join(root, folder), onerror=fail, followlinks=True):
-        if os.path.realpath(path) in seen:
-            raise ValueError(f"{path} is a link to another folder here: its images count twice")
-        seen.add(os.path.realpath(path))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names = sorted(name for name in names if name.lower().endswith(IMG_EXTENSIONS))
-        place = os.path.relpath(path, root)
-        files += [os.path.join(place, name) for name in names if not name.startswith(".")]
+    entries = [entry for entry in os.scandir(os.path.join(root, folder)) if entry.name[0] != "."]
+    entries.sort(key=lambda entry: entry.name)
+    names = [entry.name for entry in entries if not entry.is_dir()]
+    files = [f"{folder}/{name}" for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+    for entry in entries:
+        if entry.is_dir():
+            files += _image_files(root, f"{folder}/{entry.name}")
     return files
 
 
@@ -200,23 +192,20 @@ def digits_folder(parent="data"):
     Raises ValueError where scikit-learn is missing.
     """
     root = os.path.join(parent, "digits")
-    if os.path.isdir(root):
-        return root
     os.makedirs(parent, exist_ok=True)
     with locked(os.path.join(parent, ".lock")):
-        if not os.path.isdir(root):
-            try:
-                from sklearn.datasets import load_digits
-            except ImportError:
-                raise ValueError("no --data: the digits need pip install scikit-learn") from None
-            partial = root + ".partial"
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            digits = load_digits()
-            for i, (pixels, target) in enumerate(zip(digits.images, digits.target, strict=True)):
-                folder = os.path.join(partial, "train" if i % 5 else "val", str(target))
-                os.makedirs(folder, exist_ok=True)
-                image = Image.fromarray((pixels * 15.9375).astype(np.uint8))
-                image = image.resize((64, 64), Image.Resampling.BICUBIC)
-                image.save(os.path.join(folder, f"{i:04d}.png"))
-            os.rename(partial, root)
+        if os.path.isdir(root):
+            return root
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise ValueError("no --data: the digits need pip install scikit-learn") from None
+        partial = root + ".partial"
+        for i, (pixels, target) in enumerate(zip(*load_digits(return_X_y=True), strict=True)):
+            folder = os.path.join(partial, "train" if i % 5 else "val", str(target))
+            os.makedirs(folder, exist_ok=True)
+            image = Image.fromarray((pixels.reshape(8, 8) * 15.9375).astype(np.uint8))
+            image = image.resize((64, 64), Image.Resampling.BICUBIC)
+            image.save(os.path.join(folder, f"{i:04d}.png"))
+        os.rename(partial, root)
     return root

@@ -72,13 +72,17 @@ def files_of_every_kind():
             exif = Image.Exif()
             exif[0x0112] = orientation
             images[f"turned {kind} {orientation}"] = small, kind, {"exif": exif}
-    for kind in ("MPO", "PNG"):  # a phone's picture with a second one: the first counts
-        images[f"two in a {kind}"] = small, kind, {"save_all": True, "append_images": [CHINA]}
+    for kind in ("MPO", "PNG", "GIF", "TIFF", "WEBP"):  # of several frames the first counts
+        frames = {"save_all": True, "append_images": [CHINA.resize(small.size)]}
+        images[f"two in a {kind}"] = small, kind, frames
     files = {}
     for name, (image, kind, more) in images.items():
         file = io.BytesIO()
         image.save(file, kind, **more)
         files[name] = file.getvalue()
+    turned = files["turned JPEG 6"]
+    profile = b"\xff\xe2\xff\xff" + b"\xff\xda\xda" * 21844 + b"\0"  # large, as of colours
+    files["its EXIF tag comes late"] = turned[:2] + 4 * profile + turned[2:]
     return files
 
 
@@ -105,7 +109,7 @@ def test_every_decoder_gives_the_same_pixels(decoders):
         assert (pixels.numpy() == expected).all(), name
 
 
-@pytest.mark.parametrize("exif", [b"hi", b"II*\0", b"II*\0\x08\0\0\0\1\0\x12\1\2\0\4\0\0\0six\0"])
+@pytest.mark.parametrize("exif", [b"hi", b"II*\0\x08\0\0\0\1\0\x12\1\2\0\4\0\0\0six\0"])
 def test_a_damaged_exif_tag_turns_nothing(exif, decoders):
     """A header that ends early, and an orientation that is a text."""
     file = io.BytesIO()
@@ -135,36 +139,21 @@ def test_damaged_images_are_errors(decoders):
                 assert image.dtype == torch.uint8 and len(image) == 3
 
 
-GREY = np.arange(256, dtype=np.uint8).reshape(8, 32)
-DEEP = GREY.astype(np.uint16) * 257  # the same in 16 bits
-RIGHT = {
+DEEP = np.arange(256, dtype=np.uint16).reshape(8, 32) * 257
+DEEP_FILES = {
     "16.tif": Image.fromarray(DEEP),
-    "16.ppm": b"P6 32 8 65535\n" + np.stack([DEEP] * 3, axis=-1).astype(">u2").tobytes(),
-}
-REFUSED = {  # what is white in them is not known, or PIL would not say
     "16.pgm": b"P5 32 8 65535\n" + DEEP.astype(">u2").tobytes(),
     "32.tif": Image.fromarray(DEEP.astype(np.int32) << 15),
-    "float.tif": Image.fromarray(GREY.astype(np.float32) / 255),
+    "float.tif": Image.fromarray(DEEP.astype(np.float32) / 65535),
 }
 
 
-@pytest.mark.parametrize("name", [*RIGHT, *REFUSED])
-def test_pixels_of_any_depth_are_right_or_refused(tmp_path, name):
-    path, image = tmp_path / name, (RIGHT | REFUSED)[name]
+@pytest.mark.parametrize("name", DEEP_FILES)
+def test_pixels_whose_white_is_not_known_are_refused(tmp_path, name):
+    path, image = tmp_path / name, DEEP_FILES[name]
     path.write_bytes(image) if isinstance(image, bytes) else image.save(path)
-    if name in RIGHT:
-        assert np.abs(read_image(path).numpy().astype(int) - GREY).max() <= 1
-    else:
-        with pytest.raises(ValueError, match=f"cannot read image .*/{name}: "):
-            read_image(path)
-
-
-@pytest.mark.parametrize("kind", ["GIF", "TIFF", "WEBP"])
-def test_an_animation_is_refused_by_its_name(tmp_path, kind):
-    frames = [Image.fromarray(np.full((8, 8, 3), value, np.uint8)) for value in (0, 90, 200)]
-    frames[0].save(tmp_path / "moving.jpg", kind, save_all=True, append_images=frames[1:])
-    with pytest.raises(ValueError, match=r"^cannot read image .*/moving\.jpg: it has several"):
-        read_image(tmp_path / "moving.jpg")
+    with pytest.raises(ValueError, match=f"cannot read image .*/{name}: what is white in its "):
+        read_image(path)
 
 
 # Cropping.
@@ -271,12 +260,9 @@ def test_only_files_that_are_shown_count(folder):
     assert found(folder) == EXPECTED
 
 
-@pytest.mark.parametrize("place", ["link", "dog/link"])
-@pytest.mark.parametrize("target", [".", "cat"])
-def test_no_image_counts_twice(folder, place, target):
-    """A link that leads to where the walk comes by is an error."""
-    (folder / place).symlink_to(folder / target)
-    with pytest.raises(ValueError, match=r"photos/train/\S* is a link to another folder here: "):
+def test_a_link_that_leads_back_is_an_error(folder):
+    (folder / "dog/link").symlink_to(folder)
+    with pytest.raises(OSError, match=r"Too many levels of symbolic links: .*photos/train/dog/l"):
         found(folder)
 
 
@@ -299,7 +285,7 @@ def test_items_are_crops_of_one_size(folder):
                 assert image.float().std() > 5 and type(target) is int
     (folder / "cat/2.JPEG").write_bytes(b"hi")
     train_set, _ = image_folders(str(folder.parent), 32)
-    with pytest.raises(ValueError, match=f"^cannot read image {folder}/cat/2.JPEG: its format"):
+    with pytest.raises(ValueError, match=f"^cannot read image {folder}/cat/2.JPEG: cannot id"):
         train_set[1]
 
 
@@ -356,9 +342,9 @@ def test_digits_need_no_locks_and_are_found_where_nothing_can_be_written(tmp_pat
 
 
 def test_digits_are_written_once_by_processes_that_start_together(tmp_path):
-    partial = tmp_path / "data/digits.partial/train/3"
+    partial = tmp_path / "data/digits.partial/train/1"
     partial.mkdir(parents=True)
-    (partial / "x.png").write_text("of a process that was killed")
+    (partial / "0001.png").write_text("half an image, of a process that was killed")
     data = (str(tmp_path / "data"),)
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=digits_folder, args=data) for _ in range(3)]
