@@ -3,13 +3,10 @@
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import re
 import tarfile
 import tempfile
-import zipfile
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -54,14 +51,8 @@ def load_index(paths, part):
     one makes it and the others wait. Raises ValueError for archives that are incomplete or have no
     classes.
     """
-    files, devkit = list(paths), None
-    if os.path.basename(paths[0]) == ILSVRC.format("val"):
-        devkit = os.path.join(os.path.dirname(paths[0]), DEVKIT)
-        if not os.path.exists(devkit):
-            raise ValueError(f"no {devkit}: it has the classes of the images in {paths[0]}")
-        files.append(devkit)
-    key = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-    key = hashlib.sha256(json.dumps([FORMAT, IMG_EXTENSIONS, part, key]).encode()).hexdigest()
+    key = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in paths]
+    key = hashlib.sha256(repr([FORMAT, IMG_EXTENSIONS, part, key]).encode()).hexdigest()
     folder = os.path.join(os.path.dirname(torch.hub.get_dir()), "archives")
     place = f"{folder}/{part}-{key[:16]}.npz"
     try:
@@ -70,22 +61,18 @@ def load_index(paths, part):
     except OSError as error:
         raise ValueError(f"{error}: set TORCH_HOME to a folder that can be written") from None
     with locked(f"{place}.lock"):
-        damaged = ValueError, EOFError, zipfile.BadZipFile
-        with contextlib.suppress(FileNotFoundError, *damaged), np.load(place) as file:
+        with contextlib.suppress(Exception), np.load(place) as file:  # none yet, or it is damaged
             return dict(file)
-        index = make_index(paths, part, devkit)
+        index = make_index(paths, part)
         with whole_file(place) as file:
             np.savez(file, **index)
         return index
 
 
 def read_member(path, offset, size):
-    """The bytes of a member. Raises ValueError where the archive ends before them."""
+    """The bytes of a member: fewer where the archive has become shorter."""
     # With its offset: forked workers share the file, and with it the file's position.
-    data = os.pread(_open(path).fileno(), size, offset)
-    if len(data) < size:
-        raise ValueError("the archive has become shorter")
-    return data
+    return os.pread(_open(path).fileno(), size, offset)
 
 
 @functools.lru_cache(maxsize=256)  # a process may often open 1024
@@ -93,38 +80,33 @@ def _open(path):
     return open(path, "rb", buffering=0)
 
 
-def make_index(paths, part, devkit=None):
+def make_index(paths, part):
     """Make what load_index() returns. Raises ValueError.
 
-    Sorted as image folders are: the files of a folder by name, then its folders. devkit: the file
-    with the classes of ILSVRC2012's images to validate.
+    Sorted as image folders are: the files of a folder by name, then its folders.
     """
-    contents = [_scan(path) for path in paths]
-    labelled = [os.path.splitext(name)[0] in c.labels for c in contents for name in c.images]
-    numbered = not devkit and any(labelled)
-    images, classes = [], set()
-    for number, content in enumerate(contents):
-        start = 0
-        if devkit:
-            labels = _devkit_labels(devkit, content.images)
-        elif numbered:
-            labels = {name: _number(paths[number], name, content.labels) for name in content.images}
-        else:
-            labels = {}
-            folders = {name.partition("/")[0] for name in [*content.images, *content.folders]}
-            start = len(part) + 1 if folders == {part} else 0  # tar -cf train.tar train
-            classes |= {name[start:].partition("/")[0] for name in content.folders} - {""}
-        for name, where in content.images.items():
-            name = f"{labels[name]}/{os.path.basename(name)}" if labels else name[start:]
-            *folders, file = name.split("/")
-            if folders:
-                images.append((folders, file, (number, *where)))
-    if not images:
-        raise ValueError(
-            f"{paths[0]} has no images in classes: make it of a folder with a folder per class "
-            f"(tar -cf {part}.tar -C {part} .), or put a KEY.cls beside each KEY.jpg"
-        )
-    classes |= {folders[0] for folders, *_ in images}
+    images, classes, numbered = [], set(), False
+    for number, path in enumerate(paths):
+        members, texts = _scan(path)
+        files = [name for name in members if not name.endswith("/")]
+        labels = _numbers(path, files, texts)
+        numbered = numbered or bool(labels)
+        if os.path.basename(path) == ILSVRC.format("val"):
+            labels = _devkit_labels(path, files)
+        tops = {name.partition("/")[0] for name in members}
+        start = len(part) + 1 if tops == {part} else 0  # tar -cf train.tar train
+        before = len(images)
+        for name in labels or members:
+            *folders, file = name[start:].split("/")
+            folders = [labels[name]] if labels else folders
+            classes.update(folders[:1])
+            if folders and file:
+                images.append((folders, file, (number, *members[name])))
+        if len(images) == before:
+            raise ValueError(
+                f"{path} has no images in classes: make it of a folder with a folder per class "
+                f"(tar -cf {part}.tar -C {part} .), or put a KEY.cls beside each KEY.jpg"
+            )
     classes = sorted(classes, key=int if numbered else None)
     target = {name: i for i, name in enumerate(classes)}
     images.sort(key=lambda image: (target[image[0][0]], *image))
@@ -139,44 +121,50 @@ def make_index(paths, part, devkit=None):
 
 
 def _scan(path):
-    """What an archive holds: images {name: (offset, size)}, folders and labels {KEY: bytes}."""
+    """({name: (offset, size)} of its images and folders, {KEY: text in KEY.cls}) of an archive."""
     print(f"indexing {path}, once", flush=True)
-    contents = SimpleNamespace(images={}, folders=set(), labels={})
-    size = os.path.getsize(path)
-    with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
-        _add_members(contents, file, path, bar)
-    return contents
+    members, texts = {}, {}
+    bar = tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, disable=None)
+    with open(path, "rb") as file, bar:
+        for name, offset, size in _members(file, path):
+            bar.update(offset - bar.n)
+            key, kind = os.path.splitext(name)
+            if kind.lower() == ".cls":
+                text = os.pread(file.fileno(), min(size, 50), offset)
+                texts[key] = text.decode(errors="replace").strip()
+            else:
+                members[name] = offset, size
+    return members, texts
 
 
-def _add_members(contents, file, path, bar, folder="", base=0):
-    """Add what a tar file holds, which begins at byte `base` of the one on disk.
+def _members(file, path, folder="", base=0):
+    """Yield (name, offset, size) of all images, KEY.cls and folders in a tar file.
 
-    Of a file x in an archive C.tar in it the name is C/x. What begins with a dot does not count.
+    It begins at byte `base` of the file on disk, which the offsets count from. Archives in it are
+    folders: of a file x in C.tar the name is C/x. Names of folders end in a slash. What begins
+    with a dot does not count.
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             while member := archive.next():
                 archive.members.clear()  # else it keeps them all
-                bar.update(base + member.offset - bar.n)
                 name = os.path.join(folder, os.path.normpath(member.name).lstrip("/"))
                 offset = base + member.offset_data
                 stem, kind = os.path.splitext(name)
                 kind = kind.lower()
                 if "/." in f"/{name}":
-                    pass
-                elif member.isdir():
-                    contents.folders.add(name)
+                    continue
+                if member.isdir():
+                    yield f"{name}/", offset, 0
                 elif kind == ".tar" and member.isreg():
-                    contents.folders.add(stem)
+                    yield f"{stem}/", offset, 0
                     inner = archive.extractfile(member)
-                    _add_members(contents, inner, f"{path}:{name}", bar, stem, offset)
-                elif kind == ".cls" and member.isreg():
-                    contents.labels[stem] = archive.extractfile(member).read(50)
-                elif kind in IMG_EXTENSIONS and member.isreg():
-                    contents.images[name] = offset, member.size
+                    yield from _members(inner, f"{path}:{name}", stem, offset)
                 elif kind in (".cls", *IMG_EXTENSIONS):
-                    remedy = "pack with tar --dereference --hard-dereference"
-                    raise ValueError(f"{path}: {name} is not a regular file: {remedy}")
+                    if not member.isreg():
+                        remedy = "pack with tar --dereference --hard-dereference"
+                        raise ValueError(f"{path}: {name} is not a regular file: {remedy}")
+                    yield name, offset, member.size
             _check_end(file, archive.offset, path)
     except tarfile.TarError as error:
         raise ValueError(f"{path} is damaged, compressed, or no tar archive: {error}") from None
@@ -191,26 +179,28 @@ def _check_end(file, end, path):
         raise ValueError(f"{path} is {reason}: copy it again, or join with tar --concatenate")
 
 
-def _number(path, name, labels):
-    """The class of an image as its KEY.cls has it."""
-    key = os.path.splitext(name)[0]
-    if key not in labels:
-        raise ValueError(f"{path}: there is no {key}.cls beside {name}")
-    text = labels[key].decode(errors="replace").strip()
-    if not text.isdecimal():
-        raise ValueError(f"{path}: {key}.cls is {text!r}, not the number of a class")
-    return int(text)
+def _numbers(path, images, texts):
+    """{name: number of the class} of images as their KEY.cls have it; {} if there are none."""
+    keys = {name: os.path.splitext(name)[0] for name in images}
+    if texts.keys().isdisjoint(keys.values()):
+        return {}
+    for key in keys.values():
+        if not texts.get(key, "").isdecimal():
+            wrong = f"is {texts[key]!r}" if key in texts else "is missing"
+            raise ValueError(f"{path}: {key}.cls {wrong}: it must have the number of a class")
+    return {name: str(int(texts[key])) for name, key in keys.items()}
 
 
-def _devkit_labels(devkit, images):
-    """{name: WordNet id} of ILSVRC2012's images to validate, as torchvision reads them."""
+def _devkit_labels(path, images):
+    """{name: WordNet id} of ILSVRC2012's images to validate, of the devkit beside their archive."""
+    devkit = os.path.join(os.path.dirname(path), DEVKIT)
+    if not os.path.exists(devkit):
+        raise ValueError(f"no {devkit}: it has the classes of the images in {path}")
     try:
         with tempfile.TemporaryDirectory() as folder:  # torchvision writes beside the devkit
             os.symlink(os.path.abspath(devkit), os.path.join(folder, DEVKIT))
             imagenet.parse_devkit_archive(folder)
             _, labels = imagenet.load_meta_file(folder)
+        return dict(zip(sorted(images), labels, strict=True))
     except Exception as error:  # of many types; or there is no scipy
         raise ValueError(f"cannot read {devkit}: {error}") from None
-    if len(images) != len(labels):
-        raise ValueError(f"{devkit} has the classes of {len(labels)} images, not {len(images)}")
-    return dict(zip(sorted(images), labels, strict=True))

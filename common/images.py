@@ -27,8 +27,8 @@ def image_folders(data, image_size):
     if data is None:
         data = digits_folder()
         augment = RandomCrop(image_size, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
-    train_set = _images(data, "train", augment)
-    val_set = _images(data, "val", functools.partial(centre_crop, size=image_size))
+    middle = functools.partial(centre_crop, size=image_size)
+    train_set, val_set = _images(data, "train", augment), _images(data, "val", middle)
     classes = train_set.classes
     if len(classes) == 1:
         raise ValueError(f"one class in {data}/train, {classes[0]}: one folder level too many?")
@@ -70,7 +70,8 @@ class ImageFolder(Dataset):
         if not os.path.isdir(root):
             needs = "--data needs train/ and val/ in it, or train.tar and val.tar, not compressed"
             raise ValueError(f"no folder {root}: {needs}")
-        self.classes = _list_folder(root)[1]
+        folders = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+        self.classes = sorted(name for name in folders if not name.startswith("."))
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
         files = [_image_files(root, name) for name in self.classes]
@@ -124,28 +125,18 @@ class ImageArchive(ImageFolder):
         return read_member(self.archives[archive], offset, size)
 
 
-def _list_folder(folder):
-    """The names of the images and of the folders in a folder, both sorted."""
-    images, folders = [], []
-    for entry in os.scandir(folder):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            folders.append(entry.name)
-        elif entry.name.lower().endswith(IMG_EXTENSIONS):
-            images.append(entry.name)
-    return sorted(images), sorted(folders)
-
-
 def _image_files(root, folder):
     """The paths of all images below root/folder, relative to root: of each folder its files first.
 
     Links are followed; OSError where they lead round in a circle.
     """
-    images, folders = _list_folder(os.path.join(root, folder))
-    files = [f"{folder}/{name}" for name in images]
-    for name in folders:
-        files += _image_files(root, f"{folder}/{name}")
+    entries = [entry for entry in os.scandir(os.path.join(root, folder)) if entry.name[0] != "."]
+    entries.sort(key=lambda entry: entry.name)
+    names = [entry.name for entry in entries if not entry.is_dir()]
+    files = [f"{folder}/{name}" for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+    for entry in entries:
+        if entry.is_dir():
+            files += _image_files(root, f"{folder}/{entry.name}")
     return files
 
 

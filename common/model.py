@@ -1,7 +1,6 @@
 """The model that --arch names, and what would make it fail once training has started."""
 
 import contextlib
-import functools
 import importlib
 import os
 
@@ -20,10 +19,26 @@ def build_model(args, num_classes, device):
     with num_classes=. With args.pretrained it starts from torchvision's weights. Raises ValueError
     for a model that cannot be found or built, and for weights that cannot be loaded.
     """
-    make = _imported(args) if ":" in args.arch else _torchvision(args)
+    arch, own = args.arch, ":" in args.arch
+    names = models.list_models(module=models)
+    if not own and arch not in names:
+        choice = f"package.module:callable or one of {' '.join(names)}"
+        raise ValueError(f"unknown --arch {arch}: give {choice}")
+    if own and args.pretrained:
+        raise ValueError(f"--pretrained is for torchvision's models: let {arch} load its weights")
+    options = {"num_classes": num_classes}
+    if arch in ("googlenet", "inception_v3"):  # one head: more make its output a tuple
+        options |= {"aux_logits": False, "init_weights": True, "transform_input": True}
+    elif arch.startswith("vit_") and not own:
+        options["image_size"] = args.image_size
     wanted = f"{num_classes} classes and --image-size {args.image_size}"
-    with _one_line(f"cannot build {args.arch} for {wanted}"):
-        net = make(num_classes=num_classes).to(device)
+    with _one_line(f"cannot build {arch} for {wanted}"):
+        if own:
+            module, _, name = arch.partition(":")
+            net = getattr(importlib.import_module(module), name)(**options)
+        else:
+            net = models.get_model(arch, **options)
+        net = net.to(device)
         if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
             net = net.to(memory_format=torch.channels_last)
     if args.pretrained:
@@ -54,31 +69,6 @@ def _one_line(problem):
         yield
     except (Exception, SystemExit) as error:
         raise ValueError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
-
-
-def _imported(args):
-    if args.pretrained:
-        hint = f"let {args.arch} load its weights"
-        raise ValueError(f"--pretrained is for torchvision's models: {hint}")
-    module, _, name = args.arch.partition(":")
-    with _one_line(f"cannot import --arch {args.arch}"):
-        return getattr(importlib.import_module(module), name)
-
-
-def _torchvision(args):
-    """models.get_model for args.arch, with what its defaults would make fail here."""
-    arch, options = args.arch, {}
-    names = models.list_models(module=models)
-    if arch not in names:
-        choice = f"package.module:callable or one of {' '.join(names)}"
-        raise ValueError(f"unknown --arch {arch}: give {choice}")
-    if arch in ("googlenet", "inception_v3"):  # one head: more make its output a tuple
-        options = {"aux_logits": False, "init_weights": True, "transform_input": True}
-    elif arch.startswith("vit_"):
-        options = {"image_size": args.image_size}
-    elif arch == "maxvit_t":
-        options = {"input_size": (args.image_size, args.image_size)}
-    return functools.partial(models.get_model, arch, **options)
 
 
 @torch.no_grad()

@@ -140,15 +140,10 @@ def numbered(files, first=0):
     return found
 
 
-def draw(dataset, i):
-    """An item as bytes and target, with the same random numbers each time."""
-    torch.manual_seed(i)
-    image, target = dataset[i]
-    return image.numpy().tobytes(), target
-
-
 def drawn(dataset):
-    return [draw(dataset, i) for i in range(len(dataset))]
+    """All items as bytes and targets, with the same random numbers each time."""
+    torch.manual_seed(0)
+    return [(image.numpy().tobytes(), target) for image, target in dataset]
 
 
 @pytest.mark.parametrize("make", [as_tar_does, with_its_folder, as_shards, as_downloaded])
@@ -247,13 +242,14 @@ def cut(path, number, more):
     os.truncate(path, offset(path, number) + more)
 
 
-def change(path, function):
-    path.write_bytes(function(path.read_bytes()))
-
-
 def flip_a_header(path):
-    start = offset(path, 20) + 100
-    change(path, lambda data: data[:start] + b"\xff" * 30 + data[start + 30 :])
+    with open(path, "r+b") as file:
+        file.seek(offset(path, 20) + 100)
+        file.write(b"\xff" * 30)
+
+
+def compress(path):
+    path.write_bytes(gzip.compress(path.read_bytes()))
 
 
 def pack_a_link(root):
@@ -274,12 +270,11 @@ def label(root, **labels):
     pack(root / "train.tar", {f"{key}.jpg": b"" for key in labels} | files)
 
 
-def as_imagenets(root, size=None):
-    """Let val.tar be ImageNet's, beside a devkit of `size` bytes of other images."""
+def as_imagenets(root, *of_the_devkit):
+    """Let val.tar be ImageNet's, beside a devkit with the classes of these images."""
     (root / "val.tar").rename(root / "ILSVRC2012_img_val.tar")
-    if size:
-        write_devkit(root, ["n00000000"], ["n00000000"])
-        os.truncate(root / f"{DEVKIT}.tar.gz", size)
+    if of_the_devkit:
+        write_devkit(root, WNIDS, of_the_devkit)
 
 
 NO_TAR = "is damaged, compressed, or no tar archive: "
@@ -287,23 +282,16 @@ ERRORS = [
     (lambda r: cut(r / "train.tar", 60, 612), f"/train.tar {NO_TAR}unexpected end of data$"),
     (lambda r: cut(r / "train.tar", 60, 0), r"/train.tar is incomplete, .* at byte \d+: "),
     (lambda r: flip_a_header(r / "val.tar"), r"/val.tar is incomplete, .* damaged, at byte \d+: "),
-    (lambda r: (r / "val.tar").write_text(""), f"/val.tar {NO_TAR}empty file$"),
-    (
-        lambda r: change(r / "val.tar", lambda data: 2 * data),
-        "/val.tar is .* several archives in one",
-    ),
-    (lambda r: change(r / "train.tar", gzip.compress), f"/train.tar {NO_TAR}"),
+    (lambda r: compress(r / "train.tar"), f"/train.tar {NO_TAR}"),
     (lambda r: (r / "val.tar").rename(r / "val.tar.zst"), "no folder .*/val: .*, not compressed$"),
     (pack_a_link, "/train.tar: n1/a.jpg is not a regular file: pack with tar --dereference"),
     (lambda r: pack(r / "train-0.tar", {}), " both train.tar and train-0.tar: move one of them"),
     (lambda r: shards(r, "00", "02"), ": number train-00.tar train-02.tar from 0"),
-    (lambda r: shards(r, "0", "1", "01"), ": number train-0.tar train-01.tar train-1.tar"),
     (lambda r: label(r, a=None), "/train.tar has no images in classes: .*tar -cf train.tar -C tr"),
-    (lambda r: label(r, a="0", b=None), "/train.tar: there is no b.cls beside b.jpg$"),
-    (lambda r: label(r, a="cat"), "/train.tar: a.cls is 'cat', not the number of a class$"),
+    (lambda r: label(r, a="0", b=None), "/train.tar: b.cls is missing: it must have the number"),
+    (lambda r: label(r, a="0", b="x"), "/train.tar: b.cls is 'x': it must have the number of a"),
     (as_imagenets, f"^no /.*/{DEVKIT}.tar.gz: it has the classes of the images in /.*_val.tar$"),
-    (lambda r: as_imagenets(r, 10**4), "t12.tar.gz has the classes of 1 images, not 50$"),
-    (lambda r: as_imagenets(r, 200), "^cannot read /.*t12.tar.gz: "),
+    (lambda r: as_imagenets(r, "n00000000"), "^cannot read /.*t12.tar.gz: .* is shorter than "),
 ]
 
 
@@ -318,11 +306,8 @@ def test_bad_archives_are_refused(spoil, message, archives):
 def test_a_bad_image_is_named_with_its_archive(archives):
     pack(archives / "train.tar", {f"{wnid}/x.jpg": b"none" for wnid in WNIDS})
     train_set, _ = image_folders(str(archives), 24)
-    message = f"cannot read image {archives}/train.tar:n00000003/x.jpg: its format is not known"
+    message = f"cannot read image {archives}/train.tar:n00000003/x.jpg: cannot identify image"
     with pytest.raises(ValueError, match=re.escape(message)):
-        train_set[3]
-    os.truncate(archives / "train.tar", 600)
-    with pytest.raises(ValueError, match=r"x\.jpg: the archive has become shorter"):
         train_set[3]
 
 
@@ -343,10 +328,9 @@ def test_an_index_is_used_only_if_it_is_good(archives, capsys):
     (index,) = archives.parent.glob("cache/archives/train-*.npz")
     good = index.read_bytes()
     middle = len(good) // 2
-    for damaged in (b"", good[:-2000], good[:middle] + b"other" + good[middle + 5 :]):
-        index.write_bytes(damaged)
-        assert drawn(indexed(archives)) == pixels
-        assert capsys.readouterr().out == f"indexing {archives}/train.tar, once\n"
+    index.write_bytes(good[:middle] + b"other" + good[middle + 5 :])
+    assert drawn(indexed(archives)) == pixels
+    assert capsys.readouterr().out == f"indexing {archives}/train.tar, once\n"
     os.utime(archives / "train.tar", ns=(0, 0))  # it may be another one
     indexed(archives)
     assert "indexing" in capsys.readouterr().out
@@ -354,12 +338,7 @@ def test_an_index_is_used_only_if_it_is_good(archives, capsys):
 
 def test_processes_that_start_together_make_an_index_once(archives, monkeypatch, capfd):
     make = module.make_index
-
-    def slow(*arguments):
-        time.sleep(0.5)
-        return make(*arguments)
-
-    monkeypatch.setattr(module, "make_index", slow)
+    monkeypatch.setattr(module, "make_index", lambda *args: time.sleep(0.5) or make(*args))
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=indexed, args=[archives]) for _ in range(3)]
     for process in processes:

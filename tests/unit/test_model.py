@@ -47,10 +47,9 @@ def test_what_is_tried_changes_nothing():
 
 
 WRONG = {  # of a module `mine`: its text, and what is said of mine:net
-    "def net(:": "cannot import --arch mine:net: SyntaxError: .*mine.py, line 1",
-    "import sys\nsys.exit(3)": "cannot import --arch mine:net: SystemExit: 3",
-    "": "cannot import --arch mine:net: AttributeError: module 'mine' has no attribute 'net'",
-    "def net(num_classes):\n    exit(3)": "cannot build mine:net for 10 .*: SystemExit: 3",
+    "def net(:": "cannot build mine:net for 10 .*: SyntaxError: .*mine.py, line 1",
+    "import sys\nsys.exit(3)": "cannot build mine:net for 10 .*: SystemExit: 3",
+    "": "cannot build mine:net for 10 .*: AttributeError: module 'mine' has no attribute 'net'",
     "def net(num_classes):\n    raise RuntimeError('CUDA out of memory.\\nfurther lines')": (
         "cannot build mine:net for 10 .*: RuntimeError: CUDA out of memory.$"
     ),
