@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -65,13 +64,11 @@ class StopRequest:
 
 
 def end_with_parent():
-    """Let the kernel kill this process when the one that started it is gone (Linux).
+    """Let the kernel, Linux, kill this process when the one that started it is gone.
 
     A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
     to the folder that the next run uses.
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # The parent may have died before that line, during our imports.
     parent = multiprocessing.parent_process()  # None below a launcher of another kind
