@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -84,53 +83,37 @@ def test_processes_per_task(tasks, visible, on_node, nprocs, share, expected):
         assert processes_per_task(tasks, visible, on_node, nprocs, share) == expected
 
 
-@pytest.fixture(params=["port", "file"])
-def agreed(request, tmp_path, monkeypatch):
-    """A function: what two tasks of this host say, or raise, that start so many processes each."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    dist_file = str(tmp_path / "file") if request.param == "file" else None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def agreed(folder, counts, *environments):
+    """What tasks of these environments say, or raise, that start so many processes each."""
 
-    def call(number, counts, more):
-        made = task(dist_file, NTASKS=2, PROCID=number, STEP_NODELIST="127.0.0.1", **more(number))
-        if not dist_file:
-            made.address = "127.0.0.1", port
+    def call(count, environment):
+        made = task(str(folder / "file"), NTASKS=2, **environment)
         try:
-            made.agree(counts[number], seconds=20)
+            made.agree(count, seconds=20)
         except ValueError as error:
             return str(error)
         copy = pickle.loads(pickle.dumps(made))  # as mp.spawn does
         assert copy.open_store(20).get("nprocs") == str(copy.nprocs).encode()
         return made, (copy.rank, copy.local_rank, copy.world_size, copy.local_world_size)
 
-    def agree(counts, more):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: call(number, counts, more), range(2)))
-
-    return agree
-
-
-def on_two_nodes(number):
-    cores = len(os.sched_getaffinity(0))
-    return {"STEP_TASKS_PER_NODE": "1(x2)", "LOCALID": 0, "NODEID": number, "CPUS_ON_NODE": cores}
-
-
-def test_a_task_on_each_node(agreed):
-    assert [ranks for _, ranks in agreed([2, 2], on_two_nodes)] == [(0, 0, 4, 2), (2, 0, 4, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(call, counts, environments))
 
 
 @pytest.mark.parametrize(("more_cores", "sharers"), [(0, 2), (1, 1)])
-def test_a_task_for_each_process(more_cores, sharers, agreed):
+def test_a_task_for_each_process(more_cores, sharers, tmp_path, monkeypatch):
     """Cores that are the task's own are not divided among the tasks of the node."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     cores = len(os.sched_getaffinity(0)) + more_cores
-    node = {"STEP_TASKS_PER_NODE": "2", "NODEID": 0, "CPUS_ON_NODE": cores}
-    found = agreed([None, None], lambda number: node | {"LOCALID": number})
-    assert [ranks for _, ranks in found] == [(0, 0, 2, sharers), (1, 1, 2, sharers)]
+    node = {"STEP_TASKS_PER_NODE": "2", "CPUS_ON_NODE": cores}
+    tasks = [node | {"PROCID": number, "LOCALID": number} for number in range(2)]
+    ranks = [ranks for _, ranks in agreed(tmp_path, [None, None], *tasks)]
+    assert ranks == [(0, 0, 2, sharers), (1, 1, 2, sharers)]
 
 
-def test_nodes_that_would_start_different_numbers_of_processes(agreed):
-    (_, ranks), error = agreed([4, 2], on_two_nodes)
+def test_nodes_that_would_start_different_numbers_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    tasks = [{"STEP_TASKS_PER_NODE": "1(x2)", "PROCID": i, "LOCALID": 0} for i in range(2)]
+    (_, ranks), error = agreed(tmp_path, [4, 2], *tasks)
     assert ranks[:3] == (0, 0, 8)
     assert re.fullmatch(r"task 1 would start 2 processes and task 0 4: take nodes with .*", error)
