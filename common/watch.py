@@ -38,7 +38,7 @@ class Watch:
         self.since = math.inf  # when the block began that we are in
         self.ending = threading.Lock()
         sys.excepthook = self._on_error  # init_process_group wraps it, and calls it
-        faulthandler.enable(2)  # for a crash in native code: where Python was
+        faulthandler.enable(2)  # where Python was when native code crashed, or NCCL aborted
         # A forked process lacks the C thread of __enter__(), and would wait for its end.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         threading.Thread(target=self._look, daemon=True).start()
