@@ -74,7 +74,7 @@ def spdl_batches(root, args, device):
 
     samples = datasets.ImageFolder(root).samples
     crop = RandomCrop(args.image_size)
-    normalise = Prefetcher([], device)._normalise
+    prefetcher = Prefetcher([], device)
 
     def decode(sample):
         packets = spdl.io.demux_image(sample[0])
@@ -89,7 +89,7 @@ def spdl_batches(root, args, device):
 
     def batch(items):
         images = spdl.io.to_torch(spdl.io.convert_frames([frames for frames, _ in items]))
-        images = normalise(images.to(device).permute(0, 3, 1, 2))
+        images = prefetcher.load(images.permute(0, 3, 1, 2))
         return images, torch.tensor([target for _, target in items])
 
     def epoch():

@@ -32,7 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.resident import ResidentLoader
 from benchmarks.roofline import roofline
-from common.device import set_threads
+from common.device import keep_memory, set_threads
 from common.model import build_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,6 +100,7 @@ def main():
 def run_script(connection, args, folder):
     """A contestant: distributed.py as it is, but with GuidedLoader for its loader."""
     common.loader.start_loader = functools.partial(GuidedLoader, connection=connection)
+    keep_memory()  # as start_loader does
     flags = {
         "--arch": args.arch,
         "--batch-size": args.batch_size,

@@ -1,7 +1,6 @@
 """How items become a batch, and how that comes from a worker to the training process."""
 
-import copyreg
-import io
+import contextlib
 import math
 import mmap
 import os
@@ -13,97 +12,89 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-PIECE = 1 << 28  # bytes of addresses: memory is taken only where a batch is written
-LARGE = 1 << 16  # bytes: a smaller tensor is sent by value
+PIECE = 1 << 28  # bytes of addresses: memory is taken only where images are written
+START = 64  # byte 0 of a piece is 1 while it is in use, and the images begin at this one
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # older Pythons do not name it
 
 
-def collate(items, empty=None):
+def collate(items, stack=torch.stack):
     """A batch of items: tensors, numbers, tuples and dicts of them, as for any DataLoader.
 
     Images, uint8 [3, h, w], become [n, 3, h, w] in channels_last: as they lie in memory after a
-    crop. empty(shape, dtype): makes the tensors for the result.
+    crop. stack: makes [n, h, w, 3] of a list of them.
     """
 
-    def stack(tensors, *, collate_fn_map=None):
+    def merge(tensors, *, collate_fn_map=None):
         first = tensors[0]
-        is_image = first.dtype == torch.uint8 and first.ndim == 3 and len(first) == 3
-        if is_image:
-            tensors = [image.permute(1, 2, 0) for image in tensors]
-        out = empty and empty((len(tensors), *tensors[0].shape), first.dtype)
-        batch = torch.stack(tensors, out=out)
-        return batch.permute(0, 3, 1, 2) if is_image else batch
+        if first.dtype == torch.uint8 and first.ndim == 3 and len(first) == 3:
+            return stack([image.permute(1, 2, 0) for image in tensors]).permute(0, 3, 1, 2)
+        return torch.stack(tensors)
 
-    return torch_collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: stack})
+    return torch_collate(items, collate_fn_map=default_collate_fn_map | {torch.Tensor: merge})
 
 
 class SharedBatches:
-    """Brings batches from forked workers to the training process, in memory that both see.
+    """Brings batches from forked workers to the training process, images in memory that both see.
 
     torch would make a file in /dev/shm of each tensor, and send it through a socket below TMPDIR:
     a container has little of the one, a job may have too long a path of the other, and memory that
     is always new costs up to a tenth of a worker's time. Here pieces of memory are made before the
-    fork, eight for each worker: for three batches, some with several large tensors. Such a tensor
-    is written to a free piece, which is free again when no tensor or array uses it any more. While
-    somebody holds all of them, and by a collate_fn of the user's, tensors are sent by value.
+    fork, eight for each worker: for three batches, some with several images in an item. Images are
+    written to a free piece, which is free again when no tensor or array uses it any more. While
+    somebody holds all of them, and by a collate_fn of the user's, they are sent by value. So is
+    everything else.
     """
 
     def __init__(self, workers, collate_fn):
-        self.collate_fn, self.owner = collate_fn, os.getpid()
+        self.collate_fn, self.pieces = collate_fn, []
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NO_RESERVE
-        try:
+        with contextlib.suppress(OSError):  # few addresses: `ulimit -v`, vm.overcommit_memory=2
             self.pieces = [mmap.mmap(-1, PIECE, flags) for _ in range(8 * workers)]
-        except OSError:  # addresses are scarce: `ulimit -v`, or vm.overcommit_memory=2
-            self.pieces = []
-        tensors = [torch.frombuffer(piece, dtype=torch.uint8) for piece in self.pieces]
-        self.numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
-        self.in_use = mmap.mmap(-1, 8 * workers)  # a byte for each piece, which is 0 or 1
-        _by_id[id(self)] = self
+        _pieces.update((id(piece), piece) for piece in self.pieces)
 
     def __call__(self, items):
         """In a worker: collate the items, and pickle the batch: here, an error ends the run."""
-        if self.collate_fn:
-            return _Pickled(pickle.dumps(self.collate_fn(items)))
-        file = io.BytesIO()
-        pickler = pickle.Pickler(file)
-        pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: self.reduce}
-        pickler.dump(collate(items, self.empty))
-        return _Pickled(file.getvalue())
+        batch = self.collate_fn(items) if self.collate_fn else collate(items, self.stack)
+        return _Sent(pickle.loads, pickle.dumps(batch))
 
-    def empty(self, shape, dtype):
-        """In a worker: a new tensor, in a free piece if it is large."""
-        first, count = 8 * get_worker_info().id, math.prod(shape)
-        free = [n for n in range(len(self.pieces))[first : first + 8] if not self.in_use[n]]
-        if not free or not LARGE <= count * dtype.itemsize <= PIECE:
-            return torch.empty(shape, dtype=dtype)
-        self.in_use[free[0]] = 1
-        return torch.frombuffer(self.pieces[free[0]], dtype=dtype, count=count).view(shape)
-
-    def reduce(self, tensor):
-        """In a worker: how a tensor is pickled, as (function, arguments) that make it again."""
-        number = self.numbers.get(tensor.data_ptr())
-        if number is None:
-            return tensor.__reduce_ex__(4)
-        return _open, (id(self), number, tensor.dtype, tensor.shape, tensor.stride())
-
-    def give_back(self, number):
-        if os.getpid() == self.owner:  # what a forked process held was a copy
-            self.in_use[number] = 0
+    def stack(self, images):
+        """In a worker: the images in a free piece, as what becomes a tensor when it is received."""
+        first, shape = 8 * get_worker_info().id, (len(images), *images[0].shape)
+        for piece in self.pieces[first : first + 8]:
+            if not piece[0] and math.prod(shape) <= PIECE - START:
+                piece[0] = 1
+                torch.stack(images, out=_tensor(piece, shape))
+                return _Sent(_open, id(piece), shape)
+        return torch.stack(images)
 
 
-_by_id = weakref.WeakValueDictionary()  # SharedBatches: an object has the same id in a fork
+class _Sent:
+    """When this is received from another process, it is what function(*args) returns there."""
 
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
 
-def _open(shared, number, dtype, shape, stride):
-    """In the training process: a tensor in a piece."""
-    shared = _by_id[shared]
-    memory = memoryview(shared.pieces[number])
-    weakref.finalize(memory, shared.give_back, number)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).as_strided(shape, stride)
-
-
-class _Pickled(bytes):
-    """A pickle. Where it is received, it becomes its object."""
+    def permute(self, *order):
+        return _Sent(torch.permute, self, order)
 
     def __reduce__(self):
-        return pickle.loads, (bytes(self),)
+        return self.function, self.args
+
+
+_pieces = weakref.WeakValueDictionary()  # by their ids, which are the same in a fork
+
+
+def _open(key, shape):
+    memory = memoryview(_pieces[key])
+    weakref.finalize(memory, _give_back, _pieces[key], os.getpid())
+    return _tensor(memory, shape)
+
+
+def _give_back(piece, owner):
+    if os.getpid() == owner:  # what a forked process held was a copy
+        piece[0] = 0
+
+
+def _tensor(memory, shape):
+    count = math.prod(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=START).view(shape)

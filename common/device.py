@@ -6,10 +6,6 @@ import os
 import joblib
 import torch
 
-# On a CPU a batch of floats is new memory each time, and to get it in pages of 4 KB takes longer
-# than to fill it. torch reads this at its first tensor, and then asks for large pages.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
 
 def own_cores(local_world_size):
     """How many of the cores that this node lets us use are this process's share, at least 1.
@@ -25,7 +21,7 @@ def set_up_device(local_rank, local_world_size, args):
     Makes it the current one, sets the number of CPU threads, and lets cuDNN look for the fastest
     algorithms for the size of the batches. args: `backend`, `sync_bn` and `precision`, where a
     script has them. Raises ValueError when the node has fewer GPUs than processes (only gloo lets
-    them share one), none where one is needed, or some that torch cannot use.
+    them share one), or none where one is needed, and RuntimeError when torch cannot use them.
     """
     flags = vars(args)
     set_threads(local_world_size)
@@ -42,11 +38,7 @@ def set_up_device(local_rank, local_world_size, args):
             "or let them share the GPUs with --backend gloo"
         )
     device = torch.device("cuda", local_rank % count)
-    try:
-        torch.cuda.set_device(device)  # before anything touches a GPU, or all take memory of GPU 0
-    except RuntimeError as error:  # such as a driver older than this torch
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None
+    torch.cuda.set_device(device)  # before anything touches a GPU, or all take memory of GPU 0
     if flags.get("precision") == "bf16" and torch.cuda.get_device_capability() < (8, 0):
         raise ValueError("this GPU has no bf16, which is the default: add --precision fp16 or fp32")
     torch.backends.cudnn.benchmark = True
@@ -68,11 +60,12 @@ def set_threads(local_world_size):
 
 
 def keep_memory():
-    """Let this process, and those it forks, keep what they free for what comes next (glibc only).
+    """Let this process, and those it forks, keep what they free for what comes next.
 
-    By default malloc() gives large blocks back to the kernel, and gets them anew, zeroed, by a
-    page fault for every 4 KB: a tenth of a worker's time.
+    By default glibc's malloc() gives large blocks back to the kernel, and gets them anew, zeroed,
+    by a page fault for every 4 KB: a tenth of a worker's time, and on a CPU four fifths of the time
+    in which a batch is normalised.
     """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-4, 0)  # M_MMAP_MAX: no block outside of the heap,
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: no block outside of the heap,
+    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks

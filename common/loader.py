@@ -5,7 +5,6 @@ import hashlib
 import random
 import resource
 import signal
-import sys
 
 import numpy as np
 import torch
@@ -95,34 +94,31 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, collate_fn
     What is changed in the data set later does not reach them. sampler: yields the keys of
     `dataset` that this process reads. local_batch_size: the images of this process in a step.
     workers: how many processes read; with 0 this one does. collate_fn: makes a batch of a list of
-    items, as for any DataLoader, for example of sequences of unlike length; default: collate(),
-    which it may call too. Raises OSError where so many workers cannot be started.
+    items, such as sequences of unlike length; default: collate(), which it may call too. Raises
+    OSError where so many workers cannot be started.
     """
     keep_memory()  # each image is a new block of half a megabyte
-    fork = workers > 0 and sys.platform == "linux"
     loader = DataLoader(
         dataset,
         batch_size=local_batch_size,
         sampler=sampler,
         num_workers=workers,
-        prefetch_factor=2 if workers else None,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker,
-        collate_fn=SharedBatches(workers, collate_fn) if fork else collate_fn or collate,
+        collate_fn=SharedBatches(workers, collate_fn) if workers else collate_fn or collate,
         # Spawned, as they would be below mp.spawn, each takes seconds to import torch.
-        multiprocessing_context="fork" if fork else None,
+        multiprocessing_context="fork" if workers else None,
     )
     if workers:
-        if fork:  # each takes four of our open files: 1024 are common, and more for whoever asks
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        # Each takes four of our open files: 1024 are common, and more for whoever asks.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         loader.batch_sampler.sampler = ()  # nothing to read yet: the epoch is not known
         try:
             iterator = iter(loader)
-        except OSError as error:
-            remedy = "give fewer, or 0, or raise `ulimit -n`, `ulimit -u` or the size of /dev/shm"
-            raise OSError(f"--workers {workers}: {error.strerror}: {remedy}") from None
+        except OSError as error:  # too many files or processes, or too little /dev/shm
+            raise OSError(f"--workers {workers}: {error.strerror}: give fewer, or 0") from None
         loader.batch_sampler.sampler = sampler
         # They ignore SIGTERM, with which multiprocessing would end them at the interpreter's exit,
         # and then wait for ever. This runs before.

@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -28,15 +27,10 @@ class StopRequest:
         self.agreed = self.at_once = False
         if die_with_parent:
             end_with_parent()
-        # Where one is closed, the next file would get its number, and what native code prints.
-        for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:
-                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         self.signals = list(SIGNALS)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals.remove(signal.SIGHUP)  # by nohup: the run outlives its terminal
-        for number in self.signals:
-            signal.signal(number, lambda *_: None)
+        self._handle(lambda *_: None)
         os.register_at_fork(after_in_child=self.restore_defaults)  # a child is not asked to stop
         # Python runs handlers in the main thread, which may be stuck in C++. So the numbers of all
         # signals go to a pipe at once, and a thread reads it.
@@ -45,38 +39,36 @@ class StopRequest:
         signal.set_wakeup_fd(write)
         threading.Thread(target=self._read, args=[read], daemon=True).start()
 
+    def _handle(self, handler):
+        for number in self.signals:
+            signal.signal(number, handler)
+
     def _read(self, pipe):
         first = math.inf
         while True:
             number = os.read(pipe, 1)[0]
-            if number not in self.signals:
-                continue
-            if self.at_once or time.monotonic() - first > 2:
-                os._exit(128 + number)
-            if not self.requested.is_set():
-                first = time.monotonic()
+            if number in self.signals:
+                first = min(first, time.monotonic())
+                if self.at_once or time.monotonic() - first > 2:
+                    os._exit(128 + number)
                 self.requested.set()
 
     def ignore(self):
         """Let these signals do nothing from here on."""
-        for number in self.signals:
-            signal.signal(number, signal.SIG_IGN)
+        self._handle(signal.SIG_IGN)
 
     def restore_defaults(self):
         """Let these signals end the process at once from here on."""
         signal.set_wakeup_fd(-1)
-        for number in self.signals:
-            signal.signal(number, signal.SIG_DFL)
+        self._handle(signal.SIG_DFL)
 
 
 def end_with_parent():
-    """Let the kernel kill this process when the one that started it is gone (Linux).
+    """Let the kernel, Linux, kill this process when the one that started it is gone.
 
     A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
     to the folder that the next run uses.
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # The parent may have died before that line, during our imports.
     parent = multiprocessing.parent_process()  # None below a launcher of another kind

@@ -40,13 +40,11 @@ def meet_all_ranks(rank, world_size, seconds):
     Raises TimeoutError, naming the ranks that have not come within so many seconds, and ValueError
     where there is no store at the address.
     """
-    # torchrun's store is there before its workers are: where it is not, torchrun was killed.
-    from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    patience = timedelta(seconds=min(seconds, 20) if from_torchrun else seconds)
+    timeout = timedelta(seconds=seconds)
     deadline, pause = time.monotonic() + seconds, 0.01
     try:
-        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=patience))
-        store.set_timeout(timedelta(seconds=seconds))
+        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
         awaited = ids = [f"id {r}" for r in range(world_size)]
         store.set(ids[rank], uuid.uuid4().hex)
         with contextlib.suppress(dist.DistStoreError):  # multi_get waits for all keys: too long

@@ -88,14 +88,13 @@ def processes_per_task(tasks, visible, on_node, nprocs=None, sharing=False):
     """How many processes each of the `tasks` of a node starts: `nprocs`, else one per GPU, or 1.
 
     visible: the GPUs that a task sees; on_node: those that the step has there, which are more
-    where each task has its own. Raises ValueError when there are not enough for every process, or
-    when they do not divide, unless processes may share them.
+    where each task has its own. Raises ValueError when there are not enough for every process,
+    unless processes may share them.
     """
-    own_gpus = 0 < visible < on_node
-    gpus = on_node if own_gpus else visible
-    each = nprocs or (visible if own_gpus else visible // tasks) or 1
-    idle = 0 if nprocs or own_gpus else gpus % tasks
-    if gpus and not sharing and (idle or tasks * each > gpus):
+    own = 0 < visible < on_node
+    gpus = on_node if own else visible
+    each = nprocs or (visible if own else visible // tasks) or 1
+    if gpus and not sharing and tasks * each > gpus:
         raise ValueError(
             f"{tasks} tasks x {each} processes on a node with {gpus} GPUs: start one task per GPU, "
             f"srun --ntasks-per-node={gpus} --gpus-per-node={gpus} python ..., or one per node, "

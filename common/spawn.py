@@ -33,9 +33,8 @@ def supervise(context, rank=0):
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
-            signal.signal(number, pass_on)
+    for number in SIGNALS:  # a SIGHUP that nohup ignores, the children ignore too
+        signal.signal(number, pass_on)
     logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
     try:
         while not context.join(grace_period=3):

@@ -21,36 +21,37 @@ NATIVE = 30  # seconds more for a hang in native code that lets no Python run
 class Watch:
     """Ends this process when it fails or hangs, with a line that names its rank, epoch and step.
 
-    A failure is an uncaught exception, or an error of NCCL's network: a traceback is printed, and
-    the exit code is 1. For a FloatingPointError, a loss that is not finite, rank 0 prints one line,
-    and the exit code is 2. A hang is a `with watch:` block that takes longer than `seconds`; None
-    is no limit. Blocks may nest, such as a validation in the middle of an epoch: the time starts
-    anew when any of them begins or ends. Code outside of all blocks has no limit. The end is
-    os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
-    the process group is to wait for the other processes.
+    A failure is an uncaught exception: a traceback is printed, and the exit code is 1. For a
+    FloatingPointError, a loss that is not finite, rank 0 prints one line, and the exit code is 2. A
+    hang is a `with watch:` block that takes longer than `seconds`. Code outside of blocks has no
+    limit. Nor has the rest of a block in which another one has ended, such as a validation in the
+    middle of an epoch. The end is os._exit(): an orderly exit could hang, because loader workers
+    ignore SIGTERM, and to destroy the process group is to wait for the other processes.
 
     run: an object whose place() says where it is, such as "epoch 3 step 40".
     """
 
-    def __init__(self, rank, run, seconds=None):
+    def __init__(self, rank, run, seconds):
         self.rank, self.run = rank, run
         # NCCL aborts at the group's time limit, and names no epoch and step: be a little earlier.
-        self.seconds = (seconds or math.inf) * (0.9 if torch.cuda.is_available() else 1)
-        self.depth = 0  # of the blocks that we are in
-        self.since = math.inf  # when the last of them began or ended
+        self.seconds = seconds * (0.9 if torch.cuda.is_available() else 1)
+        self.since = math.inf  # when the block began that we are in
         self.ending = threading.Lock()
         sys.excepthook = self._on_error  # init_process_group wraps it, and calls it
-        faulthandler.enable(2)  # for a crash in native code: where Python was
-        # A forked process lacks the thread that _look() starts in C, and would wait for its end.
+        faulthandler.enable(2)  # where Python was when native code crashed, or NCCL aborted
+        # A forked process lacks the C thread of __enter__(), and would wait for its end.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         threading.Thread(target=self._look, daemon=True).start()
 
     def __enter__(self):
-        self.depth, self.since = self.depth + 1, time.monotonic()
+        self.since = time.monotonic()
+        # Native code that keeps the interpreter's lock stops _look() too. This starts a thread in
+        # C, which then prints all stacks and ends the process.
+        faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
 
     def __exit__(self, *error):
-        self.depth -= 1
-        self.since = time.monotonic() if self.depth else math.inf
+        self.since = math.inf
+        faulthandler.cancel_dump_traceback_later()
 
     def _on_error(self, kind, error, trace):
         # A loader's worker that was killed is an error twice: what it sent cannot be read, and then
@@ -69,31 +70,21 @@ class Watch:
         self._end(traceback.format_exception(kind, error, trace), reason, collective)
 
     def _look(self):
-        error = None
-        while not error:
+        while time.monotonic() - self.since < self.seconds:
             time.sleep(1)
-            if time.monotonic() - self.since > self.seconds:
-                error = f"no progress for {self.seconds:g} s"
-            elif reported := network_error():
-                error = f"NCCL reports {reported}"
-            # Native code that keeps the interpreter's lock stops this thread too. A thread in C
-            # then prints all stacks and ends the process.
-            if self.depth and self.seconds < math.inf:
-                faulthandler.dump_traceback_later(self.seconds + NATIVE, exit=True, file=2)
-            else:
-                faulthandler.cancel_dump_traceback_later()
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        self._end(stack, f"{error}; see the stack above", True)
+        self._end(stack, f"no progress for {self.seconds:g} s; see the stack above", True)
 
     def _end(self, lines, reason, collective):
         self.ending.acquire()  # the main thread and the watching one may come at the same time
-        if collective:
-            reason += self._silent_ranks()
+        silent = self._silent_ranks() if collective else []
+        if silent:
+            reason += f"; rank {', '.join(silent)} did not respond"
         say("".join([*lines, f"rank {self.rank} failed at {self.run.place()}: {reason}"]))
         os._exit(1)
 
     def _silent_ranks(self):
-        """Tell the other ranks that this one fails; a text that names those that do not say so."""
+        """Tell the other ranks that this one fails; which of them do not say so, as texts."""
         silent = []
 
         def ask():
@@ -107,16 +98,4 @@ class Watch:
         thread = threading.Thread(target=ask, daemon=True)  # the store may be out of reach
         thread.start()
         thread.join(5)
-        return f"; rank {', '.join(silent)} did not respond" if silent else ""
-
-
-def network_error():
-    """What NCCL says is wrong with the group's network, such as REMOTE_ERROR, or None.
-
-    NCCL would abort the process 15 s later, and would name no rank, epoch and step.
-    """
-    with contextlib.suppress(ValueError, RuntimeError, AttributeError):  # no group; torch 2.6
-        if dist.get_backend() == "nccl":
-            error = dist.group.WORLD._get_backend(torch.device("cuda")).get_error().name
-            return None if error == "SUCCESS" else error
-    return None
+        return silent

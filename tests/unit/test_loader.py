@@ -39,7 +39,6 @@ def picture(index, height=4, width=6):
 
 
 def large(index):
-    """Items whose batches have memory that workers and process share."""
     return picture(index, 160, 160), index
 
 
@@ -89,22 +88,13 @@ def test_global_batches_are_the_same_for_every_world_size(length):
         assert batches(1, epoch=4) != [{(4, i) for _, i in batch} for batch in expected]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_of_which_nothing_is_left(workers):
-    """After a resume at its end: the next one is whole."""
-    sampler = TrainSampler(40, 8, 0, 1, 0)
-    loader = start_loader(Seeded(Items(large), 0), sampler, 8, workers, CPU)
-    sampler.set_epoch(1, 5, 5)
-    assert list(loader) == [] and len(loader) == 0
-    sampler.set_epoch(2)
-    assert [int(i) for _, target in loader for i in target] == [i for _, i in sampler]
-
-
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_batch_stays_what_it_is(workers):
     """However long somebody holds it, and however far ahead the workers are."""
     sampler = TrainSampler(40, 2, 0, 1, 0)
     loader = start_loader(Seeded(Items(large), 0), sampler, 2, workers, CPU)
+    sampler.set_epoch(0, 20, 20)
+    assert list(loader) == [] and len(loader) == 0  # after a resume at an epoch's end
     for epoch in range(2):
         sampler.set_epoch(epoch)
         held = list(loader)
@@ -117,34 +107,23 @@ def test_a_batch_stays_what_it_is(workers):
         assert all(a.equal(b) for a, b in zip(prefetched, expected, strict=True))
 
 
-def test_memory_of_batches_is_used_again():
-    """And the same as before, after an epoch that ended early and one of which all was held."""
-    loader, places = start_loader(Items(large), range(40), 2, 2, CPU), []
-    for last in (3, 19, 19):
+def test_memory_of_images_is_used_again():
+    """Also after an epoch that ended early, and after one of which all was held."""
+    loader, places = start_loader(Items(large), range(40), 2, 2, CPU), set()
+    for last in (3, 19):
         for number, (images, target) in enumerate(loader):
             assert images[:, 0, 0, 0].tolist() == target.tolist() == [2 * number, 2 * number + 1]
             assert images.is_contiguous(memory_format=torch.channels_last)
             assert images.untyped_storage().nbytes() == images.nbytes  # torch.save() writes it all
-            places.append(images.data_ptr())
+            places.add(images.data_ptr())
             if number == last:
                 break
-    assert len(set(places)) <= 8  # of each worker three that are under way, and one held here
+    assert len(places) <= 8  # of each worker three that are under way, and one held here
     del images
     held = [images.numpy()[:, 0] for images, _ in loader]  # not the tensors themselves
     assert [part[:, 0, 0].tolist() for part in held] == [[i, i + 1] for i in range(0, 40, 2)]
     del held
-    for images, _ in loader:
-        assert images.data_ptr() in places
-
-
-def test_workers_are_forked_at_once_and_live_on():
-    sampler = TrainSampler(40, 8, 0, 1, 0)
-    loader = start_loader(Seeded(Items(large), 0), sampler, 8, 2, CPU)
-    pids = [worker.pid for worker in loader._iterator._workers]
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        assert sum(len(target) for _, target in loader) == 40
-        assert [worker.pid for worker in loader._iterator._workers] == pids
+    assert places.issuperset(images.data_ptr() for images, _ in loader)
 
 
 def example(index):
@@ -153,7 +132,6 @@ def example(index):
         "image": picture(index),
         "tokens": torch.arange(index, index + 5),
         "volume": torch.full((300, 50), index, dtype=torch.float64),
-        "halves": torch.full((2, 20000), index, dtype=torch.bfloat16),
         "mask": picture(index, 160, 160)[0] > 20,
         "grey": picture(index)[:1],
         "number": index * 0.5,
@@ -175,7 +153,7 @@ def test_items_of_any_kind_reach_the_device(workers):
         images = (torch.stack([item["image"] for item in items]) / 255 - mean) / std
         torch.testing.assert_close(batch["image"], images, atol=1e-5, rtol=1e-5)
         assert batch["image"].is_contiguous(memory_format=torch.channels_last)
-        for name in ("tokens", "volume", "halves", "mask", "grey"):
+        for name in ("tokens", "volume", "mask", "grey"):
             assert batch[name].equal(torch.stack([item[name] for item in items])), name
         assert batch["number"].equal(numbers.double() / 2)
         assert batch["name"] == [item["name"] for item in items]
@@ -192,11 +170,10 @@ def of_unlike_length(items):
     return Padded(padded, [len(row) for row in rows], padded.to_sparse(), padded.t()[::2])
 
 
-@pytest.mark.parametrize("longest", [3, 9000])  # small and large
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_collate_fn_of_the_users(workers, longest):
+def test_a_collate_fn_of_the_users(workers):
     def make(index):
-        return torch.arange(float(index * longest % 40 + longest)), index
+        return torch.arange(9000.0 * (index % 3 + 1)), index
 
     loader = start_loader(Items(make), range(40), 8, workers, CPU, of_unlike_length)
     for number, batch in enumerate(list(loader)):
@@ -241,8 +218,8 @@ def test_a_crowded_machine(tmp_path):
     env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
     output = run([*little, PYTHON, "-c", CROWDED], tmp_path, env=env, timeout=60, code=2)
     total, line = output.splitlines()
-    assert total == "tensor(780)" and "give fewer, or 0, or raise `ulimit -n`" in line
-    assert line.startswith("error: --workers 9: No space left on device: ")
+    assert total == "tensor(780)"
+    assert line == "error: --workers 9: No space left on device: give fewer, or 0"
 
 
 NOTEBOOK = """

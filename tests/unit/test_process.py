@@ -54,14 +54,6 @@ def test_signals_at_the_end_of_a_run_and_in_an_evaluation(call):
     assert Child(IMPORTS + code).wait() == expected
 
 
-def test_no_file_takes_the_number_of_a_closed_output(tmp_path):
-    """What native code prints would go into it."""
-    code = "os.close(1)\nos.close(2)\nsys.stdout = sys.stderr = None\nStopRequest(False)\n"
-    code += f"file = open('{tmp_path}/made', 'w')\nfile.write(str(file.fileno()))"
-    assert Child(IMPORTS + code).wait() == (0, "")
-    assert int((tmp_path / "made").read_text()) > 2
-
-
 SPAWN = """
 sys.excepthook = lambda *_: 1 / 0  # whatever happens in it
 children = mp.start_processes(run_child, (main,), 3, join=False, start_method="fork")
