@@ -41,6 +41,7 @@ def decode(data, choose=None):
     16 bits the upper 8 are kept, and of an animation the first frame. Raises an error of one of
     many types for what cannot be read.
     """
+    choose = choose and functools.cache(choose)  # asked again, it would draw another part
     image = _decode_jpeg(data, choose) if "nvImageCodec" in DECODERS else None
     if image is None:
         image = _decode_whole(data)

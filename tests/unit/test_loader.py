@@ -126,6 +126,15 @@ def test_memory_of_images_is_used_again():
     assert places.issuperset(images.data_ptr() for images, _ in loader)
 
 
+def test_memory_of_other_large_tensors_is_used_again():
+    loader = start_loader(Items(lambda i: torch.full((4, 90, 90), i / 2)), range(60), 2, 1, CPU)
+    places = set()
+    for number, volumes in enumerate(loader):
+        assert volumes[:, 0, 0, 0].tolist() == [number, number + 0.5]
+        places.add(volumes.data_ptr())
+    assert len(places) <= 4 < number
+
+
 def example(index):
     """An item of everything that a data set may have."""
     return {
