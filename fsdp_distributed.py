@@ -94,7 +94,7 @@ def main():
         # Data. Each process reads its own part of each batch and of the validation set. Workers are
         # forked here, before NCCL or gloo has threads: a fork would copy the locks that these hold.
         # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
-        # the sampler yields both, epoch and image. It yields none before set_epoch().
+        # the sampler yields both, epoch and image.
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
@@ -169,7 +169,7 @@ def main():
         validate(val_batches, model, rank, world_size, args)
 
     # The epochs that are left, none with --evaluate, and their steps from `first` up to `end`.
-    # --max-steps may cut the last epoch short. A resumed one may lack its validation alone.
+    # --max-steps may cut the last epoch short. A resumed one may only lack its validation.
     for epoch, first, end in run.remaining(stop):
         train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
         speed = train(train_batches, shards, criterion, run, stop, rank, world_size, args)

@@ -51,7 +51,9 @@ def load_index(paths, part):
     one makes it and the others wait. Raises ValueError for archives that are incomplete or have no
     classes.
     """
-    key = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in paths]
+    devkit = os.path.join(os.path.dirname(paths[0]), DEVKIT)
+    files = [*paths, devkit] if os.path.exists(devkit) else paths
+    key = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     key = hashlib.sha256(repr([FORMAT, IMG_EXTENSIONS, part, key]).encode()).hexdigest()
     folder = os.path.join(os.path.dirname(torch.hub.get_dir()), "archives")
     place = f"{folder}/{part}-{key[:16]}.npz"
@@ -85,28 +87,31 @@ def make_index(paths, part):
 
     Sorted as image folders are: the files of a folder by name, then its folders.
     """
-    images, classes, numbered = [], set(), False
+    images, classes, kinds = [], set(), set()
     for number, path in enumerate(paths):
         members, texts = _scan(path)
         files = [name for name in members if not name.endswith("/")]
         labels = _numbers(path, files, texts)
-        numbered = numbered or bool(labels)
+        if files:
+            kinds.add(bool(labels))  # whether the classes are those in KEY.cls
         if os.path.basename(path) == ILSVRC.format("val"):
             labels = _devkit_labels(path, files)
         tops = {name.partition("/")[0] for name in members}
         start = len(part) + 1 if tops == {part} else 0  # tar -cf train.tar train
-        before = len(images)
         for name in labels or members:
             *folders, file = name[start:].split("/")
             folders = [labels[name]] if labels else folders
             classes.update(folders[:1])
             if folders and file:
                 images.append((folders, file, (number, *members[name])))
-        if len(images) == before:
-            raise ValueError(
-                f"{path} has no images in classes: make it of a folder with a folder per class "
-                f"(tar -cf {part}.tar -C {part} .), or put a KEY.cls beside each KEY.jpg"
-            )
+    if len(kinds) > 1:
+        raise ValueError(f"{paths[0]} and those that follow: only some have a KEY.cls for KEY.jpg")
+    if not images:
+        raise ValueError(
+            f"{paths[0]} has no images in classes: make it of a folder with a folder per class "
+            f"(tar -cf {part}.tar -C {part} .), or put a KEY.cls beside each KEY.jpg"
+        )
+    numbered = kinds == {True}
     classes = sorted(classes, key=int if numbered else None)
     target = {name: i for i, name in enumerate(classes)}
     images.sort(key=lambda image: (target[image[0][0]], *image))
@@ -171,7 +176,7 @@ def _members(file, path, folder="", base=0):
 
 
 def _check_end(file, end, path):
-    """tarfile takes damage for an archive's end, which is zeros alone, and so ends many a copy."""
+    """tarfile takes damage for the end. The real end is zeros alone; a half copy has none."""
     file.seek(end)
     rest = file.read(1 << 20)
     if len(rest) < 512 or any(rest):

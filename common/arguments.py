@@ -26,13 +26,13 @@ class ArgumentParser(argparse.ArgumentParser):
         default = action.default
         if action.dest in IMAGENET:
             default = f"{IMAGENET[action.dest]}; for the digits: {DIGITS[action.dest]}"
-        if default is not None and default is not False and action.dest != "help":
-            action.help = f"{action.help} (default: {default})"
+        if default is not None and default is not False and default != argparse.SUPPRESS:
+            action.help = f"{action.help or ''} (default: {default})"
         return action
 
     def parse_args(self, *given):
         for stream in (sys.stdout, sys.stderr):
-            if stream:  # else it is closed
+            if hasattr(stream, "reconfigure"):  # not where it is closed, or replaced
                 # A path that the terminal's encoding does not have is printed with escapes.
                 stream.reconfigure(errors="backslashreplace")
         args = super().parse_args(*given)
@@ -48,8 +48,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def complete(args, saved):
     """A new Namespace: `args`, with a value for each flag that is None and has a default.
 
-    saved: a dict, the args of a checkpoint, or {}. Its arch and image_size are defaults, for
-    another image size gives another accuracy. The other defaults are those of the data.
+    saved: a dict, the args of a checkpoint, or {}. Arch and image_size come from it where they are
+    not given, for another image size gives another accuracy. The rest depends on --data.
     """
     known = {name: value for name, value in vars(args).items() if value is not None}
     saved = {name: saved[name] for name in ("arch", "image_size") if name in saved}
@@ -77,9 +77,9 @@ def user_errors(rank, stop=None, remedy=None):
 
     Of processes that meet the same error rank 0 reports it. The others wait for the launcher to
     stop them: if one exited first, it might stop rank 0 before that has written its line. rank: the
-    local rank where each node can have an error of its own, else the rank. stop: the StopRequest of
-    this process, if there is one already; a signal ends the block at once, for nothing is trained
-    yet. With `remedy`, a text, an ImportError is reported the same way.
+    local rank where nodes can fail differently, for a line from each node; else the rank. stop: the
+    StopRequest of this process, if there is one already; a signal ends the block at once, for
+    nothing is trained yet. With `remedy`, a text, an ImportError is reported the same way.
     """
     kinds = (ValueError, OSError, ImportError) if remedy else (ValueError, OSError)
     try:
@@ -142,7 +142,7 @@ def say(text):
     over_bar = "\r\033[K" if is_terminal(stderr) else ""
     text = f"{over_bar}{first}{newline}{paint(reason, 'red', stderr)}\n"
     for stream, part in ((sys.stdout, ""), (stderr, text)):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it; closed by close()
             print(part, end="", file=stream, flush=True)
     tell_torchrun(reason)
 

@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-PIECE = 1 << 28  # bytes of addresses: memory is taken only where a batch is written
+PIECE = 1 << 28  # bytes that are reserved: memory is taken only where a batch is written
 START = 64  # byte 0 of a piece is 1 while it is in use, and the tensor begins at this one
 LARGE = 1 << 16  # bytes: a smaller tensor is sent by value
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # older Pythons do not name it
@@ -41,8 +41,8 @@ class SharedBatches:
     a container has little of the one, a job may have too long a path of the other, and memory that
     is always new costs up to a tenth of a worker's time. Here pieces of memory are made before the
     fork, eight for each worker: for three batches, some with several large tensors. Such a tensor
-    is written to a free piece, which is free again when no tensor or array uses it any more. While
-    somebody holds all of them, and by a collate_fn of the user's, tensors are sent by value.
+    is written to a free piece, which is free again when no tensor or array uses it any more. Where
+    none is free or large enough, and by a collate_fn of the user's, tensors are sent by value.
     """
 
     def __init__(self, workers, collate_fn):
@@ -61,8 +61,9 @@ class SharedBatches:
         """In a worker: a tensor, or what becomes one in a free piece when it is received."""
         dtype, shape = tensors[0].dtype, (len(tensors), *tensors[0].shape)
         first, size = 8 * get_worker_info().id, math.prod(shape) * dtype.itemsize
-        for piece in self.pieces[first : first + 8]:
-            if not piece[0] and LARGE <= size <= PIECE - START:
+        fits = LARGE <= size <= PIECE - START and {tensor.dtype for tensor in tensors} == {dtype}
+        for piece in self.pieces[first : first + 8] if fits else ():
+            if not piece[0]:
                 piece[0] = 1
                 torch.stack(tensors, out=_tensor(piece, dtype, shape))
                 return _Sent(_open, id(piece), dtype, shape)
@@ -70,7 +71,7 @@ class SharedBatches:
 
 
 class _Sent:
-    """When this is received from another process, it is what function(*args) returns there."""
+    """Is unpickled as function(*args)."""
 
     def __init__(self, function, *args):
         self.function, self.args = function, args

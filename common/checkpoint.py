@@ -16,7 +16,7 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .arguments import complete
+from .arguments import complete, first_line
 from .report import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
@@ -28,8 +28,8 @@ TEMPORARY = re.compile(r"(checkpoint.*\.pth|model_best\.pth|metrics\.jsonl)\.\d+
 class Run:
     """Where a run stands: epochs completed, steps done in the current one, the best score so far.
 
-    Rank 0 first locks args.checkpoint_dir, unless it only evaluates: a run goes on from what lies
-    there while it has the lock. Then each process reads the checkpoint that args.resume asks for,
+    Rank 0 first locks args.checkpoint_dir, unless it only evaluates, so that no other run changes
+    what is read. Then each process reads the checkpoint that args.resume asks for,
     to the CPU; "auto" takes the newest good one in the folder, or starts afresh. The folder is not
     changed before tidy_folder(). Where `step` equals steps_per_epoch, only the validation is left.
 
@@ -76,7 +76,7 @@ class Run:
             try:
                 self.path, self.checkpoint = path, read_checkpoint(path)
                 return
-            except ValueError as error:
+            except Damaged as error:
                 self.damaged.append(str(error))
         if self.damaged:
             raise ValueError("; ".join(self.damaged))
@@ -123,10 +123,11 @@ class Run:
         meters: {name: AverageMeter}. more: anything else with state_dict() and load_state_dict(),
         by name, such as scheduler=scheduler; its state may hold tensors and plain values.
 
-        What the optimizer's groups hold (rate, momentum, ...) is the checkpoint's, unless the
-        script now gives another value and no torch scheduler is attached. With args.evaluate only
-        the model is filled, and of `more` what the checkpoint has. Raises ValueError for a
-        checkpoint that does not fit, and what torch raises for a state that it could not load.
+        What the optimizer's groups hold (rate, momentum, ...) comes from the checkpoint. A value
+        that the script has changed since counts, except where a torch scheduler is attached. With
+        args.evaluate only the model is filled, and of `more` what the checkpoint has. Raises
+        ValueError for a checkpoint that does not fit, and what torch raises for a state that it
+        could not load.
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
@@ -136,7 +137,7 @@ class Run:
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        # What could not be loaded is said now: at the resume it would be too late.
+        # Tried now: at the resume it would be too late to learn that it cannot be loaded.
         file = io.BytesIO()
         torch.save([part.state_dict() for part in more.values()], file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -295,10 +296,14 @@ class Run:
         self.last_save = contents_of(self.file(NEWEST))
 
 
+class Damaged(ValueError):
+    """A checkpoint whose contents are not what was written."""
+
+
 def read_checkpoint(path):
     """A checkpoint as a dict on the CPU, with the number of its `contents`.
 
-    Raises ValueError for contents that changed since they were written and for what is no
+    Raises Damaged for contents that changed since they were written, ValueError for what is no
     checkpoint of these scripts, OSError for what cannot be read.
     """
     with open(path, "rb") as file:
@@ -307,15 +312,15 @@ def read_checkpoint(path):
         file.seek(0)
         try:
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
-        except (pickle.UnpicklingError, RuntimeError):  # it holds code, or is of another kind
-            checkpoint = None
+        except (pickle.UnpicklingError, RuntimeError) as error:  # it holds code; memory is short
+            raise ValueError(f"torch.load cannot read {path}: {first_line(error)}") from None
     if not isinstance(checkpoint, dict) or "best_epoch" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of these scripts, or of an older version")
     return checkpoint | {"contents": contents}
 
 
 def check_whole(file):
-    """Raise ValueError unless a checkpoint is as written: torch.load does not see flipped bytes."""
+    """Raise Damaged unless a checkpoint is as written: torch.load does not see flipped bytes."""
     try:
         with zipfile.ZipFile(file) as archive:
             if archive.testzip() is not None:
@@ -324,7 +329,7 @@ def check_whole(file):
         file.seek(0)
         while file.read(1 << 24):
             pass  # zipfile takes a disk's error for damage, here it is raised
-        raise ValueError(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
+        raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
 
 
 def contents_of(file):

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 
 @contextlib.contextmanager
@@ -37,9 +37,9 @@ def decode(data, choose=None):
 
     choose(height, width): gives (top, left, height, width) of the part that is wanted; without it
     that is the whole image. Of a JPEG nvImageCodec decodes that part alone, which takes less time;
-    other files are decoded whole. All decoders give the same pixels. Transparency is dropped, of
-    16 bits the upper 8 are kept, and of an animation the first frame. Raises an error of one of
-    many types for what cannot be read.
+    other files are decoded whole. All decoders give the same pixels. Transparency is dropped, of a
+    PNG's 16 bits the upper 8 are kept, and of an animation the first frame. Raises an error of one
+    of many types for what cannot be read.
     """
     choose = choose and functools.cache(choose)  # asked again, it would draw another part
     image = _decode_jpeg(data, choose) if "nvImageCodec" in DECODERS else None
@@ -58,12 +58,17 @@ def _decode_jpeg(data, choose):
     try:
         stream = nvimgcodec.CodeStream(data)
         size = stream.height, stream.width
-        place = data.find(b"Exif\0", 0, data.find(b"\xff\xda\0"))  # where the pixels begin
-        if place != -1:
-            exif = Image.Exif()
-            exif.load(data[place : place + (1 << 16)])
-            if exif.get(0x0112) in (5, 6, 7, 8):  # turned by a quarter
-                size = size[::-1]
+        place = 2  # of a segment: its marker, its length in two bytes, what it holds
+        while data[place : place + 2] != b"\xff\xda":  # the pixels
+            end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+            if data[place] != 0xFF or end == place + 2:
+                return None
+            if data[place + 1] == 0xE1 and data[place + 4 : place + 9] == b"Exif\0":
+                exif = Image.Exif()
+                exif.load(data[place + 4 : end])
+                if exif.get(0x0112) in (5, 6, 7, 8):  # turned by a quarter
+                    size = stream.width, stream.height
+            place = end
     except Exception:  # of many types, where the file is damaged
         return None
     if stream.num_channels not in (1, 3) or stream.precision not in (0, 8):
@@ -90,7 +95,11 @@ def _decode_whole(data):
             image = decode_image(data, mode="RGB", output_dtype="auto")
             image = image if image.ndim == 3 else image[0]
             return image if image.dtype == torch.uint8 else (image.int() >> 8).to(torch.uint8)
-    with Image.open(io.BytesIO(data)) as file:
+    try:
+        file = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        raise ValueError("its format is not known") from None
+    with file:
         image = ImageOps.exif_transpose(file)
         if file.format == "PNG" and image.mode == "I;16":  # PIL would cut at 255
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))

@@ -21,7 +21,7 @@ def set_up_device(local_rank, local_world_size, args):
     Makes it the current one, sets the number of CPU threads, and lets cuDNN look for the fastest
     algorithms for the size of the batches. args: `backend`, `sync_bn` and `precision`, where a
     script has them. Raises ValueError when the node has fewer GPUs than processes (only gloo lets
-    them share one), or none where one is needed, and RuntimeError when torch cannot use them.
+    them share one), none where one is needed, or some that torch cannot use.
     """
     flags = vars(args)
     set_threads(local_world_size)
@@ -38,7 +38,11 @@ def set_up_device(local_rank, local_world_size, args):
             "or let them share the GPUs with --backend gloo"
         )
     device = torch.device("cuda", local_rank % count)
-    torch.cuda.set_device(device)  # before anything touches a GPU, or all take memory of GPU 0
+    try:
+        torch.cuda.set_device(device)  # before anything touches a GPU, or all take memory of GPU 0
+    except RuntimeError as error:  # such as a driver older than this torch
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None
     if flags.get("precision") == "bf16" and torch.cuda.get_device_capability() < (8, 0):
         raise ValueError("this GPU has no bf16, which is the default: add --precision fp16 or fp32")
     torch.backends.cudnn.benchmark = True

@@ -93,7 +93,7 @@ class ImageFolder(Dataset):
             return file.read()
 
     def __getitem__(self, index):
-        crop = self.transform if isinstance(self.transform, RandomCrop) else None
+        crop = self.transform if type(self.transform) is RandomCrop else None
         try:
             image = decode(self.read(index), crop and crop.choose_part)
         except Exception as error:

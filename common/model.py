@@ -31,6 +31,8 @@ def build_model(args, num_classes, device):
         options |= {"aux_logits": False, "init_weights": True, "transform_input": True}
     elif arch.startswith("vit_") and not own:
         options["image_size"] = args.image_size
+    elif arch == "maxvit_t":
+        options["input_size"] = (args.image_size, args.image_size)
     wanted = f"{num_classes} classes and --image-size {args.image_size}"
     with _one_line(f"cannot build {arch} for {wanted}"):
         if own:

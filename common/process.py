@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -27,6 +28,10 @@ class StopRequest:
         self.agreed = self.at_once = False
         if die_with_parent:
             end_with_parent()
+        # Where one is closed, the pipe below would get its number, and what native code prints.
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         self.signals = list(SIGNALS)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals.remove(signal.SIGHUP)  # by nohup: the run outlives its terminal

@@ -34,17 +34,19 @@ def meet_all_ranks(rank, world_size, seconds):
 
     Its keys have a new prefix after each restart: torchrun keeps its store when it restarts its
     workers, with the addresses of killed processes. So each rank publishes a random id, and the
-    hash of all ids is the prefix. An id may be that of a killed process: the prefix counts once
-    every rank has confirmed it, which only a living rank with this very id does.
+    hash of all ids is the prefix. An id may be that of a killed process: so a prefix is used only
+    once every rank has confirmed it, and a rank confirms none that was made without its own id.
 
     Raises TimeoutError, naming the ranks that have not come within so many seconds, and ValueError
     where there is no store at the address.
     """
-    timeout = timedelta(seconds=seconds)
+    # torchrun's store is there before its workers are: where it is not, torchrun was killed.
+    from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    patience = timedelta(seconds=min(seconds, 20) if from_torchrun else seconds)
     deadline, pause = time.monotonic() + seconds, 0.01
     try:
-        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=patience))
+        store.set_timeout(timedelta(seconds=seconds))
         awaited = ids = [f"id {r}" for r in range(world_size)]
         store.set(ids[rank], uuid.uuid4().hex)
         with contextlib.suppress(dist.DistStoreError):  # multi_get waits for all keys: too long

@@ -87,7 +87,7 @@ class ProgressMeter:
 
 
 def says_something(score, run):
-    """False for the fifth best of five classes, which is always right."""
+    """False for acc@5 with five classes or fewer: it is always 100."""
     return score != "acc@5" or len(run.classes) > 5
 
 
@@ -157,8 +157,8 @@ def print_end(run):
     if run.progress:
         early = f", after {run.epoch} of {run.args.epochs} epochs" if run.ended else ""
         tell(f"done in {duration(time.perf_counter() - run.began)}{early}")
-    if math.isfinite(run.best_acc1):
-        path = os.path.join(run.args.checkpoint_dir, "model_best.pth")
+    path = os.path.join(run.args.checkpoint_dir, "model_best.pth")
+    if math.isfinite(run.best_acc1) and os.path.exists(path):
         best = f"best: {run.best_acc1:.3f} in epoch {run.best_epoch}, saved as {path}"
         tell(
             paint(best, "green"), f"to evaluate it, add to the command: --evaluate --resume {path}"
@@ -194,6 +194,9 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
     ]
     if not args.evaluate:
         lines.append(f"checkpoints go to {run.folder}")
+        if "warmup_epochs" in args and args.warmup_epochs >= args.epochs:
+            text = "warning: --warmup-epochs is not less than --epochs: the rate only rises"
+            lines.append(paint(text, "yellow"))
     lines += [paint(text, "yellow") for text in run.damaged]
     if run.path:
         lines.append(f"resumed from {run.path} at {run.place()}")
@@ -227,6 +230,8 @@ def whole_file(path, keep=None):
             os.replace(path, keep)
         os.replace(new, path)
     except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
+        if "DataLoader worker" in str(error):  # a worker has died meanwhile: no matter of this file
+            raise
         raise OSError(f"cannot write {path}: {error}") from error
     finally:
         with contextlib.suppress(OSError):  # it is gone already, or the disk is

@@ -24,8 +24,8 @@ class Watch:
     A failure is an uncaught exception: a traceback is printed, and the exit code is 1. For a
     FloatingPointError, a loss that is not finite, rank 0 prints one line, and the exit code is 2. A
     hang is a `with watch:` block that takes longer than `seconds`. Code outside of blocks has no
-    limit. Nor has the rest of a block in which another one has ended, such as a validation in the
-    middle of an epoch. The end is os._exit(): an orderly exit could hang, because loader workers
+    limit. Where blocks nest, as in a validation in the middle of an epoch, the rest of the outer
+    one has none either. The end is os._exit(): an orderly exit could hang, because loader workers
     ignore SIGTERM, and to destroy the process group is to wait for the other processes.
 
     run: an object whose place() says where it is, such as "epoch 3 step 40".
@@ -54,8 +54,8 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def _on_error(self, kind, error, trace):
-        # A loader's worker that was killed is an error twice: what it sent cannot be read, and then
-        # torch's handler of this signal raises another, which would get lost in here.
+        # A loader's worker that was killed causes two errors. The second, from torch's handler of
+        # this signal, would be raised in here.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if kind is FloatingPointError:
             if self.rank > 0:

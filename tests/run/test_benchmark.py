@@ -61,7 +61,8 @@ def test_a_benchmark_writes_what_it_measured(name, folder):
     assert shlex.split(results["command"]) == typed and f"{name}.json" in output
     assert results["hardware"] and {"python", "torch", "torchvision"} <= results["versions"].keys()
     keys, expected, measured = RUNS[name]
-    assert [tuple(run[key] for key in keys) for run in results["runs"]] == expected
+    found = [tuple(run[key] for key in keys) for run in results["runs"]]
+    assert found[: len(expected)] == expected  # loaders of others come after them, if installed
     for run_, key in itertools.product(results["runs"], measured):
         assert (run_[key]["median"] if isinstance(run_[key], dict) else run_[key]) > 0
     if name == "strategies":

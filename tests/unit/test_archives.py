@@ -270,6 +270,13 @@ def label(root, **labels):
     pack(root / "train.tar", {f"{key}.jpg": b"" for key in labels} | files)
 
 
+def mix(root):
+    """Let the first of two shards be a WebDataset's."""
+    shards(root, "0", "1")
+    label(root, a="0")
+    (root / "train.tar").rename(root / "train-0.tar")
+
+
 def as_imagenets(root, *of_the_devkit):
     """Let val.tar be ImageNet's, beside a devkit with the classes of these images."""
     (root / "val.tar").rename(root / "ILSVRC2012_img_val.tar")
@@ -290,6 +297,7 @@ ERRORS = [
     (lambda r: label(r, a=None), "/train.tar has no images in classes: .*tar -cf train.tar -C tr"),
     (lambda r: label(r, a="0", b=None), "/train.tar: b.cls is missing: it must have the number"),
     (lambda r: label(r, a="0", b="x"), "/train.tar: b.cls is 'x': it must have the number of a"),
+    (mix, "/train-0.tar and those that follow: only some have a KEY.cls for KEY.jpg"),
     (as_imagenets, f"^no /.*/{DEVKIT}.tar.gz: it has the classes of the images in /.*_val.tar$"),
     (lambda r: as_imagenets(r, "n00000000"), "^cannot read /.*t12.tar.gz: .* is shorter than "),
 ]
@@ -306,7 +314,7 @@ def test_bad_archives_are_refused(spoil, message, archives):
 def test_a_bad_image_is_named_with_its_archive(archives):
     pack(archives / "train.tar", {f"{wnid}/x.jpg": b"none" for wnid in WNIDS})
     train_set, _ = image_folders(str(archives), 24)
-    message = f"cannot read image {archives}/train.tar:n00000003/x.jpg: cannot identify image"
+    message = f"cannot read image {archives}/train.tar:n00000003/x.jpg: its format is not known"
     with pytest.raises(ValueError, match=re.escape(message)):
         train_set[3]
 

@@ -62,3 +62,13 @@ def test_gpus_and_processes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     with pytest.raises(ValueError, match=r"this GPU has no bf16, .*: add --precision fp16 or fp32"):
         set_up_device(0, 2, SimpleNamespace(precision="bf16"))
+
+
+def test_gpus_that_torch_cannot_use(monkeypatch):
+    def fail(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old\nfurther lines")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    with pytest.raises(ValueError, match=r"is too old \(CUDA_VISIBLE_DEVICES= in front trains"):
+        set_up_device(0, 1, SimpleNamespace())

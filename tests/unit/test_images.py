@@ -71,7 +71,7 @@ def files_of_every_kind():
         image.save(file, kind, **more)
         files[name] = file.getvalue()
     turned = files["turned JPEG 6"]
-    profile = b"\xff\xe2\xff\xff" + b"\xff\xda\xda" * 21844 + b"\0"  # large, as of colours
+    profile = b"\xff\xe2\xff\xff" + b"\xff\xda\0" * 21844 + b"\0"  # large, as of colours
     files["its EXIF tag comes late"] = turned[:2] + 4 * profile + turned[2:]
     return files
 
@@ -264,7 +264,7 @@ def test_items_are_crops_of_one_size(folder):
                 assert image.float().std() > 5 and type(target) is int
     (folder / "cat/2.JPEG").write_bytes(b"hi")
     train_set, _ = image_folders(str(folder.parent), 32)
-    with pytest.raises(ValueError, match=f"^cannot read image {folder}/cat/2.JPEG: cannot id"):
+    with pytest.raises(ValueError, match=f"^cannot read image {folder}/cat/2.JPEG: its format"):
         train_set[1]
 
 

@@ -48,7 +48,7 @@ CASES = {
     "-b 2000": "1437 images to train do not fill one --batch-size 2000",
     "-a resnet19": "unknown --arch resnet19: give package.module:callable or one of ",
     "-a nowhere:net": "cannot build nowhere:net for 10 classes and --image-size 24: ModuleNotFound",
-    "-a maxvit_t": "maxvit_t cannot take --image-size 24: ",
+    "-a maxvit_t": "cannot build maxvit_t for 10 classes and --image-size 24: ",
     "-a tests.nets:two_outputs": "tests.nets:two_outputs gives a tuple for one image",
     "-a tests.nets:wrong_head": "gives (1, 11) for one image, not scores [1, 10]",
     "--pretrained": "--pretrained is for torchvision's models",

@@ -47,6 +47,14 @@ def test_the_first_signals_are_a_request_and_a_later_one_an_end():
     assert child.wait() == (128 + signal.SIGUSR1, "")
 
 
+def test_no_file_takes_the_number_of_a_closed_output(tmp_path):
+    """What native code prints would go into it."""
+    code = "os.close(1)\nos.close(2)\nsys.stdout = sys.stderr = None\nStopRequest(False)\n"
+    code += f"file = open('{tmp_path}/made', 'w')\nfile.write(str(file.fileno()))"
+    assert Child(IMPORTS + code).wait() == (0, "")
+    assert int((tmp_path / "made").read_text()) > 2
+
+
 @pytest.mark.parametrize("call", ["ignore", "restore_defaults"])
 def test_signals_at_the_end_of_a_run_and_in_an_evaluation(call):
     code = f"StopRequest(False).{call}()\nos.kill(os.getpid(), signal.SIGTERM)\nprint('on')"
