@@ -5,7 +5,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from datetime import timedelta
@@ -65,7 +64,7 @@ class ProgressMeter:
             return
         means = [f"{meter.name} {meter.avg:.3f}" for meter in meters[:2]]
         self.bar.bar_format = " ".join([BAR, speed, *means])
-        self.bar.ncols = columns_for_bar()
+        self.bar.ncols = terminal_columns() - 3
         self.bar.update(run.step - self.bar.n)
 
     def close(self, waited):
@@ -93,14 +92,15 @@ def says_something(score, run):
 
 def make_bar(title, total, first=0):
     """A tqdm that leaves nothing on the screen when it is closed."""
-    how = {"ncols": columns_for_bar(), "nrows": 24}  # of 0 rows tqdm would show nothing
+    # With room for the ^C that a terminal shows; of 0 rows tqdm would show nothing.
+    how = {"ncols": terminal_columns() - 3, "nrows": 24}
     how |= {"bar_format": BAR, "leave": False, "file": sys.stdout}
     return tqdm(desc=title, initial=first, total=total, **how)
 
 
-def columns_for_bar():
-    """The width of the terminal, 80 where it does not tell, less the ^C that it may show."""
-    return shutil.get_terminal_size().columns - 3
+def terminal_columns():
+    """The width of the terminal that stdout is, 80 where it does not tell."""
+    return os.get_terminal_size(sys.stdout.fileno()).columns or 80
 
 
 def with_bar(batches, rank):
@@ -140,7 +140,7 @@ def print_epoch(run, row, is_best):
         ends.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     mean = [f"train_loss {row['train_loss']:.4f}"] if "train_loss" in row else []
     line = "  ".join([title, *scores, *ends, *mean])
-    if is_terminal(sys.stdout) and len(line) > shutil.get_terminal_size().columns:
+    if is_terminal(sys.stdout) and len(line) > terminal_columns():
         line = "  ".join([title, *scores[:2], *ends])
     tell(line.replace("new best", paint("new best", "green")))
 
