@@ -195,7 +195,7 @@ def test_an_error_takes_the_place_of_the_bar(terminal):
 def test_a_bar_where_a_terminal_does_not_tell_its_size(terminal):
     run = terminal([*python(), *FLAGS, "--max-steps", 3, "--checkpoint-dir", "c"], size=(0, 0))
     run.read()
-    assert any(re.match(r"epoch 1/4 \S* +[123]/3 ", line) for line in run.current), run.current
+    assert any(re.match(r"epoch 1/4 .*[0-3]/3 ", line) for line in run.current), run.current
 
 
 @pytest.mark.full
