@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 
 from common.arguments import ArgumentParser, bounded, user_errors
 from common.checkpoint import Run
-from common.device import own_cores, set_up_device
+from common.device import set_up_device
 from common.images import image_folders
 from common.loader import Seeded, TrainSampler, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy, reduce_mean
-from common.model import build_model, try_model
+from common.model import build_model
 from common.prefetcher import Prefetcher
 from common.process import StopRequest
 from common.rendezvous import complete_environment, meet_all_ranks
@@ -87,7 +87,8 @@ def main():
 
     # Find what a user can get wrong before any process waits for another.
     with user_errors(local_rank, stop):  # one line from each node, and exit code 2
-        run = Run(parse_args(), rank, world_size)  # locks the folder, then reads the checkpoint
+        # Run locks the folder, then reads the checkpoint, if there is one.
+        run = Run(parse_args(), rank, world_size, local_world_size)
         args = run.args  # complete: what is not given is the checkpoint's, or a default
         device = set_up_device(local_rank, local_world_size, args)
 
@@ -100,18 +101,16 @@ def main():
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         run.plan(train_set, train_sampler.steps_per_epoch)  # an error if the checkpoint differs
         local_batch_size = args.batch_size // world_size
-        workers = own_cores(local_world_size) if args.workers is None else args.workers
         train_loader = start_loader(
-            Seeded(train_set, args.seed), train_sampler, local_batch_size, workers, device
+            Seeded(train_set, args.seed), train_sampler, local_batch_size, args.workers, device
         )
-        val_loader = start_loader(val_set, val_sampler, local_batch_size, workers, device)
+        val_loader = start_loader(val_set, val_sampler, local_batch_size, args.workers, device)
 
         # Model. `net` is whole, on the CPU: it is saved and loaded. `model` trains and validates.
         torch.manual_seed(args.seed)
-        net = build_model(args, len(train_set.classes), torch.device("cpu"))
-        # A batch of one of what the model takes: to try it, and to print its shape.
-        example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
-        try_model(net, example, len(train_set.classes), args)
+        # A batch of one of what the model takes: the model is tried with it.
+        example = torch.zeros(1, 3, args.image_size, args.image_size)
+        net = build_model(args, len(train_set.classes), torch.device("cpu"), example)
         store = meet_all_ranks(rank, world_size, args.dist_timeout)  # a barrier: the first one
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
@@ -163,7 +162,7 @@ def main():
             run.tidy_folder()  # removes what a killed run has left: half files, later rows
     shards.scatter()  # rank 0's weights go to all processes, in shards
     if rank == 0:
-        print_banner(run, train_set, val_set, example, workers, backend, device)
+        print_banner(run, train_set, val_set, example, backend, device)
     if args.evaluate:
         stop.restore_defaults()  # nothing needs to be saved
         validate(val_batches, model, rank, world_size, args)
@@ -197,7 +196,6 @@ def main():
             run.save(row | speed, is_best)
             print_epoch(run, row | speed, is_best)
 
-    unfinished = not run.finished() and not args.evaluate
     if rank == 0 and not args.evaluate:
         print_end(run)  # how it goes on, or the best and how to evaluate it
     stop.ignore()  # a signal from here on could only hide the exit code
@@ -205,7 +203,8 @@ def main():
     gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()
     dist.destroy_process_group()
-    return 75 if unfinished else 0  # EX_TEMPFAIL: whoever has started it may do so again
+    # EX_TEMPFAIL: whoever has started it may do so again.
+    return 0 if run.finished() or args.evaluate else 75
 
 
 def train(batches, shards, criterion, run, stop, rank, world_size, args):

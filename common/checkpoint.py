@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from .arguments import complete, first_line
+from .device import own_cores
 from .report import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
@@ -37,7 +38,7 @@ class Run:
     that is damaged or does not fit; OSError for what cannot be read or written.
     """
 
-    def __init__(self, args, rank, world_size):
+    def __init__(self, args, rank, world_size, local_world_size=1):
         self.rank, self.world_size = rank, world_size
         self.folder = os.path.realpath(args.checkpoint_dir)
         if rank == 0 and not args.evaluate:
@@ -60,6 +61,8 @@ class Run:
         saved = self.checkpoint or {"epoch": 0, "step": 0, "args": {}, "contents": 0}
         self.resumed_args, self.contents = saved["args"], saved["contents"]
         self.args = complete(args, self.resumed_args)
+        if vars(args).get("workers") is None:
+            self.args.workers = own_cores(local_world_size)
         self.epoch, self.step = saved["epoch"], saved["step"]
         self.began, self.progress = time.perf_counter(), None  # the epoch's ProgressMeter
         self.best_acc1, self.best_epoch, self.ended = -math.inf, 0, False

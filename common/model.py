@@ -5,19 +5,20 @@ import importlib
 import os
 
 import torch
-from torch.utils._pytree import tree_map
 from torchvision import models
 
 from .arguments import first_line
 from .report import locked
 
 
-def build_model(args, num_classes, device):
+def build_model(args, num_classes, device, example=None):
     """The module that args.arch names, on `device`, in channels_last and train mode.
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
-    with num_classes=. With args.pretrained it starts from torchvision's weights. Raises ValueError
-    for a model that cannot be found or built, and for weights that cannot be loaded.
+    with num_classes=. With args.pretrained it starts from torchvision's weights. example: a batch
+    of one of what the model takes, on `device`, with which the model is tried. Raises ValueError
+    for a model that cannot be found or built, for weights that cannot be loaded, and for a model
+    that does not make one row of class scores, [1, num_classes], of the example.
     """
     arch, own = args.arch, ":" in args.arch
     names = models.list_models(module=models)
@@ -45,20 +46,15 @@ def build_model(args, num_classes, device):
             net = net.to(memory_format=torch.channels_last)
     if args.pretrained:
         _load_weights(net, args)
+    if example is not None:
+        _try(net, example, num_classes, args)
     return net.train()
 
 
 @torch.no_grad()
-def try_model(net, example, num_classes, args):
-    """Raise ValueError unless `net` makes one row of class scores, [1, num_classes], of `example`.
-
-    example: a batch of one of what net takes.
-    """
-    device = next((weight.device for weight in net.parameters()), torch.device("cpu"))
-    example = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
+def _try(net, example, num_classes, args):
     with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
         output = net.eval()(example)
-    net.train()
     if getattr(output, "shape", None) != (1, num_classes):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
         raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")

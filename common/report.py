@@ -170,7 +170,7 @@ def duration(seconds):
     return str(timedelta(seconds=round(seconds)))
 
 
-def print_banner(run, train_set, val_set, example, workers, backend, device):
+def print_banner(run, train_set, val_set, example, backend, device):
     """Say what is about to happen, before it does.
 
     run: a Run to which all is attached; example: a batch of one of what the model takes.
@@ -186,7 +186,8 @@ def print_banner(run, train_set, val_set, example, workers, backend, device):
     lines = [
         f"{os.path.basename(sys.argv[0])}: processes: {world_size}, {backend}, {where}, "
         f"{args.precision}, torch {torch.__version__}",
-        f"each process: threads: {torch.get_num_threads()}, loader workers: {workers}{decoder}",
+        f"each process: threads: {torch.get_num_threads()}, "
+        f"loader workers: {args.workers}{decoder}",
         f"{len(train_set)} items{shape} to train, {len(val_set)} to validate, "
         f"{len(run.classes)} classes; {args.arch}",
         f"global batch {batch_size} = {world_size} x {batch_size // world_size}; "

@@ -9,7 +9,7 @@ from conftest import PYTHON, ROOT, SMALL, run
 from torch import nn
 
 from common.metrics import AverageMeter, accuracy
-from common.model import build_model, try_model
+from common.model import build_model
 from tests import nets
 from tests.docs.ranks import good
 
@@ -75,9 +75,8 @@ def test_a_model_of_what_is_no_image(monkeypatch):
     """It is tried on a batch of one of what it takes, and comes ready to be trained."""
     monkeypatch.setattr(nets, "plain", Several)
     args = SimpleNamespace(arch="tests.nets:plain", image_size=24, pretrained=False)
-    net = build_model(args, 3, torch.device("cpu"))
     example = {"video": torch.zeros(1, 3, 5, 8, 8), "more": (torch.ones(1, 4),)}
-    try_model(net, example, 3, args)
+    net = build_model(args, 3, torch.device("cpu"), example)
     assert net.training and net(example).shape == (1, 3)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchvision import models
 
-from common.model import build_model, try_model
+from common.model import build_model
 from tests import nets
 
 CPU = torch.device("cpu")
@@ -22,9 +22,8 @@ def arguments(arch, image_size=64, pretrained=False):
 
 def tried(arch, image_size=24, num_classes=10):
     args = arguments(arch, image_size)
-    net = build_model(args, num_classes, CPU)
-    try_model(net, torch.zeros(1, 3, image_size, image_size), num_classes, args)
-    return net
+    example = torch.zeros(1, 3, image_size, image_size)
+    return build_model(args, num_classes, CPU, example)
 
 
 @pytest.mark.parametrize(

@@ -174,14 +174,14 @@ def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
 
 def banner(run, capsys, example=None):
     example = torch.zeros(1, 3, 24, 24) if example is None else example
-    print_banner(run, Images(), Images(16), example, 2, "gloo", torch.device("cpu"))
+    print_banner(run, Images(), Images(16), example, "gloo", torch.device("cpu"))
     return capsys.readouterr().out
 
 
 def test_the_banner_of_a_new_run(tmp_path, capsys):
-    first, threads, *lines = banner(opened(tmp_path), capsys).splitlines()
+    first, threads, *lines = banner(opened(tmp_path, workers=3), capsys).splitlines()
     assert re.search(r": processes: 1, gloo, cpu, fp32, torch \d", first)
-    assert re.fullmatch(r"each process: threads: \d+, loader workers: 2", threads)
+    assert re.fullmatch(r"each process: threads: \d+, loader workers: 3", threads)
     assert lines == [
         "80 items of [3, 24, 24] to train, 16 to validate, 10 classes; a",
         "global batch 8 = 1 x 8; learning rate 0.1",  # not of --lr 0.1 x 8 / 256
