@@ -27,7 +27,7 @@ from common.prefetcher import Prefetcher
 from common.process import StopRequest
 from common.rendezvous import complete_environment, meet_all_ranks
 from common.report import ProgressMeter, print_banner, print_end, print_epoch, with_bar
-from common.sharded import Shards, blocks, make_mesh, precision_policy
+from common.sharded import Shards, blocks, precision_policy
 from common.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # bf16 needs no loss scaling
@@ -126,7 +126,6 @@ def main():
             timeout=timedelta(seconds=args.dist_timeout),
             device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
         )
-        mesh = make_mesh(device, world_size, local_world_size)  # who divides the model with whom
     # Batches on the device, normalised. To fetch one and to train on it may take --dist-timeout
     # too: the loop over them is a `with watch:` block.
     train_batches = Prefetcher(train_loader, device, watch)
@@ -147,7 +146,7 @@ def main():
     model = copy.deepcopy(net).to(memory_format=torch.contiguous_format)  # FSDP takes no other
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
     for block in [*blocks(model), model]:  # the model last: it takes what is in no block
-        fully_shard(block, mesh=mesh, mp_policy=precision_policy(net, DTYPES[args.precision]))
+        fully_shard(block, mp_policy=precision_policy(net, DTYPES[args.precision]))
     shards = Shards(net, optimizer, model)
 
     if args.compile:

@@ -4,28 +4,8 @@ import copy
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-
-def make_mesh(device, world_size, local_world_size):
-    """Which processes divide the model among them: all, or those of each node. All call this.
-
-    Several nodes of several processes have a copy each. What then travels between nodes, where it
-    takes longer, is only gradients; each process keeps 1 / local_world_size instead of
-    1 / world_size. Raises ValueError where nodes have different numbers of processes.
-    """
-    nodes, rest = divmod(world_size, local_world_size)
-    if rest:
-        raise ValueError(
-            f"{world_size} processes, {local_world_size} here: start as many on each node"
-        )
-    if nodes == 1 or local_world_size == 1:
-        return init_device_mesh(device.type, [world_size])
-    return init_device_mesh(
-        device.type, [nodes, local_world_size], mesh_dim_names=["node", "process"]
-    )
 
 
 def blocks(module):

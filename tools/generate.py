@@ -37,7 +37,7 @@ HUNKS = {
     "distributed_slurm_main": ["# Who am I?", "task.open_store", "def launch"],
     "apex_distributed": ["# Strategy.", "amp.scale_loss"],
     "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
-    "fsdp_distributed": ["make_mesh(", "# Strategy.", "shards.gather()", "longest"],
+    "fsdp_distributed": ["# Strategy.", "shards.gather()", "longest"],
 }
 # The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
 # from the one that holds it on.

@@ -51,7 +51,17 @@ def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_p
 
 @pytest.mark.full
 def test_nodes_keep_a_copy_each(work, tmp_path):
-    """Two nodes of two processes: parts of halves."""
+    """With a mesh of two dimensions: two nodes of two processes, parts of halves."""
+    text = (ROOT / SCRIPT).read_text()
+    mesh = "dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=('node', 'process'))"
+    for old, new in [
+        ("    for block in [", f"    mesh = {mesh}\n    for block in ["),
+        ("fully_shard(block, ", "fully_shard(block, mesh=mesh, "),
+    ]:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script = tmp_path / SCRIPT
+    script.write_text(text)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,6 +69,7 @@ def test_nodes_keep_a_copy_each(work, tmp_path):
     node += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes"]
     smooth = ["--arch", "tests.nets:smooth"]  # trains the same with any number of processes
     flags = [*FLAGS, *smooth, "--checkpoint-dir", tmp_path / "c"]
-    jobs = [Job([PYTHON, *node, ROOT / SCRIPT, *flags], work) for _ in "01"]
+    at_root = {"PYTHONPATH": str(ROOT)}
+    jobs = [Job([PYTHON, *node, script, *flags], work, env=at_root) for _ in "01"]
     assert "processes: 4, gloo, cpu" in "".join(job.finish() for job in jobs)
     assert_close(load(tmp_path / "c"), load(straight("distributed", work, *smooth)))

@@ -26,7 +26,7 @@ DIFFERING = {
     ),
     "fsdp_distributed": (
         {"train", "validate"},
-        r"fully_shard|\bmesh\b|\bshards\b|model\.buffers|val_batches, model|device\('cpu'\)"
+        r"fully_shard|\bshards\b|model\.buffers|val_batches, model|device\('cpu'\)"
         "|force_eager|longest",
     ),
 }
