@@ -30,6 +30,9 @@ def test_the_line_of_a_step(capsys, tmp_path):
     run.classes = list("01234")
     progress.display(0.1)
     assert "acc@5" not in capsys.readouterr().out  # of five classes it is always right
+    run.step = 0
+    ProgressMeter(run, end=30)
+    assert {meter.count for meter in meters.values()} == {0}  # of the next epoch
 
 
 def test_what_is_no_number_in_json_is_null():
