@@ -63,8 +63,9 @@ def tar(*arguments):
 
 
 def pack(path, files, mode="w"):
-    """Write an archive. files: {name: bytes}."""
-    with tarfile.open(path, mode) as archive:
+    """Write an archive to a path or a BytesIO. files: {name: bytes}."""
+    opened = {"fileobj": path} if isinstance(path, io.BytesIO) else {"name": path}
+    with tarfile.open(mode=mode, **opened) as archive:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
@@ -82,15 +83,15 @@ def as_tar_does(folders, root):
         tar("-cf", root / f"{part}.tar", "-C", folders / part, ".")
 
 
+def with_its_folder(folders, root):
+    for part in PARTS:
+        tar("-cf", root / f"{part}.tar", "-C", folders, part)
+
+
 @pytest.fixture
 def archives(folders, data):
     as_tar_does(folders, data)
     return data
-
-
-def with_its_folder(folders, root):
-    for part in PARTS:
-        tar("-cf", root / f"{part}.tar", "-C", folders, part)
 
 
 def as_shards(folders, root):
@@ -104,21 +105,20 @@ def as_downloaded(folders, root):
     """ImageNet's three files: archives of classes, one without classes, and a devkit."""
     classes = {}
     for wnid in reversed(WNIDS):
-        pack(root / "inner", images(folders, f"train/{wnid}"))
-        classes[f"{wnid}.tar"] = (root / "inner").read_bytes()
-    (root / "inner").unlink()
+        inner = io.BytesIO()
+        pack(inner, images(folders, f"train/{wnid}"))
+        classes[f"{wnid}.tar"] = inner.getvalue()
     pack(root / "ILSVRC2012_img_train.tar", classes)
-    val = images(folders, "val")
-    truth = {Path(name).name: name.partition("/")[0] for name in val}
-    pack(root / "ILSVRC2012_img_val.tar", {Path(name).name: val[name] for name in val})
-    write_devkit(root, WNIDS, [truth[name] for name in sorted(truth)])
+    val = {Path(name): content for name, content in images(folders, "val").items()}
+    pack(root / "ILSVRC2012_img_val.tar", {path.name: val[path] for path in val})
+    write_devkit(root, [str(path.parent) for path in sorted(val, key=lambda path: path.name)])
 
 
-def write_devkit(root, wnids, truth):
+def write_devkit(root, truth):
     """In its real format. Its numbers of classes are in no order, and some are of no image."""
-    numbers = {wnid: (i * 7 + 3) % len(wnids) + 1 for i, wnid in enumerate(wnids)}
-    table = [(numbers[wnid], wnid, "a, b", "gloss", 0) for wnid in sorted(wnids)]
-    table.append((len(wnids) + 1, "n99999999", "c", "gloss", 2))
+    numbers = {wnid: (i * 7 + 3) % len(WNIDS) + 1 for i, wnid in enumerate(WNIDS)}
+    table = [(number, wnid, "a, b", "gloss", 0) for wnid, number in numbers.items()]
+    table.append((len(WNIDS) + 1, "n99999999", "c", "gloss", 2))
     kind = [(f, "O") for f in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")]
     mat = io.BytesIO()
     savemat(mat, {"synsets": np.array(table, kind).reshape(-1, 1)})
@@ -261,7 +261,7 @@ def as_imagenets(root, *of_the_devkit):
     """Let val.tar be ImageNet's, beside a devkit with the classes of these images."""
     (root / "val.tar").rename(root / "ILSVRC2012_img_val.tar")
     if of_the_devkit:
-        write_devkit(root, WNIDS, of_the_devkit)
+        write_devkit(root, of_the_devkit)
 
 
 NO_TAR = "is damaged, compressed, or no tar archive: "

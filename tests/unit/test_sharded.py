@@ -62,11 +62,7 @@ def divided(net, optimizer):
     model = copy.deepcopy(net).to(memory_format=torch.contiguous_format)
     for block in [*blocks(model), model]:
         fully_shard(block, mesh=make_mesh(CPU, 1, 1))
-    for weight in model.parameters():
-        weight.data.zero_()
-    shards = Shards(net, optimizer, model)
-    shards.scatter()
-    return shards
+    return Shards(net, optimizer, model)
 
 
 def train(model, optimizer, steps):
@@ -78,24 +74,29 @@ def train(model, optimizer, steps):
 
 
 def test_what_is_gathered_is_what_was_trained_and_goes_on(group_of_one):
-    """To the bit; a second time from what was gathered, as a resume does."""
+    """To the bit. What was gathered is loaded after the model was divided, as by a resume."""
     plain = nets.normed(10)
-    net = copy.deepcopy(plain).to(memory_format=torch.channels_last)
-    plain_optimizer, optimizer = adamw(plain), adamw(net)
+    plain_optimizer = adamw(plain)
+    saved = plain.state_dict(), plain_optimizer.state_dict()
     for steps in (range(3), range(3, 5)):
+        net = nets.normed(10).to(memory_format=torch.channels_last)
+        optimizer = adamw(net)
         shards = divided(net, optimizer)
+        net.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        shards.scatter()
         train(plain, plain_optimizer, steps)
         train(shards.model, shards.optimizer, steps)
         for group in shards.optimizer.param_groups + plain_optimizer.param_groups:
             group["lr"] /= 2  # as a scheduler does
         shards.gather()
+        saved = net.state_dict(), optimizer.state_dict()
         for name, value in plain.state_dict().items():
-            assert value.equal(net.state_dict()[name]), name
-        state, expected = optimizer.state_dict(), plain_optimizer.state_dict()
-        assert state["state"].keys() == expected["state"].keys() != set()
+            assert value.equal(saved[0][name]), name
+        expected = plain_optimizer.state_dict()
+        assert saved[1]["state"].keys() == expected["state"].keys() != set()
         for number, values in expected["state"].items():
             for key, value in values.items():
-                assert value.equal(state["state"][number][key]), (number, key)
-        assert [group["lr"] for group in state["param_groups"]] == [
-            group["lr"] for group in expected["param_groups"]
-        ]
+                assert value.equal(saved[1]["state"][number][key]), (number, key)
+        rates = [[group["lr"] for group in x["param_groups"]] for x in (saved[1], expected)]
+        assert rates[0] == rates[1]
