@@ -158,6 +158,7 @@ def test_archives_are_the_folders(make, folders, data):
         assert archive.paths.tolist() == folder.paths.tolist()
         assert re.fullmatch(rf"{data}/.*\.tar:{os.fsdecode(folder.paths[40])}", archive.path(40))
         assert drawn(archive) == drawn(folder)
+        assert {image.shape for image, _ in archive} == {(3, 24, 24)}
     loaded = torch.cat([batch for batch, _ in DataLoader(archive, 16, num_workers=2)])
     assert loaded.equal(torch.stack([image for image, _ in folder]))  # the last ones: to validate
     assert sorted(os.listdir(data)) == before

@@ -557,8 +557,8 @@ def save_at(run, step, score):
         run.save({"epoch": run.epoch, "step": run.step}, is_best)
 
 
-def ends_at(call, how, run):
-    """Whether SAVES make so many calls. Before the last of them the disk fails or, with
+def ends_at(call, how, run, saves):
+    """Whether these saves make so many calls. Before the last of them the disk fails or, with
     how="killed", the process ends; a line of metrics.jsonl is then written half-way.
     """
     calls, append_line = itertools.count(1), checkpoint.append_line
@@ -577,7 +577,7 @@ def ends_at(call, how, run):
         names = [(os, "fsync"), (os, "replace"), (torch, "save"), (checkpoint, "append_line")]
         for module, name in names:
             setattr(module, name, functools.partial(counted, getattr(module, name)))
-        for step, score in SAVES:
+        for step, score in saves:
             save_at(run, step, score)
 
     return forked(save_all) != [0]
@@ -598,7 +598,7 @@ def test_a_save_that_ends_before_any_of_its_calls(tmp_path, how):
     last, seen = reached(run), set()
     for at in range(1, 99):
         folder = tmp_path / str(at)
-        if not ends_at(at, how, opened(folder)):
+        if not ends_at(at, how, opened(folder), SAVES):
             break
         run = opened(folder)
         assert not list(folder.glob("*.tmp")) and not run.damaged
@@ -610,3 +610,13 @@ def test_a_save_that_ends_before_any_of_its_calls(tmp_path, how):
         for name in (NAMES[0], NAMES[2]):
             assert same_state(load(folder, name), load(tmp_path / "straight", name))
     assert at > 4 * len(SAVES) and seen | {last} == {*places, last}, (at, seen)
+
+
+def test_a_first_save_with_a_row_that_ends_before_any_of_its_calls(tmp_path):
+    """As --max-steps ends a run in its first epoch. The row alone would be no run to go on with."""
+    for at in range(1, 99):
+        folder = tmp_path / str(at)
+        if not ends_at(at, "killed", opened(folder), [(5, 99.0)]):
+            break
+        assert opened(folder).step in (0, 5)
+    assert at > 4 and opened(folder).step == 5

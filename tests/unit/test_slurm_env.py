@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -88,14 +87,21 @@ def test_a_task_for_each_process(more_cores, sharers, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     cores = len(os.sched_getaffinity(0)) + more_cores
     node = {"STEP_TASKS_PER_NODE": "2", "CPUS_ON_NODE": cores, "NTASKS": 2}
-
-    def ranks(number):
-        made = task(str(tmp_path / "file"), PROCID=number, LOCALID=number, **node)
+    tasks = [task(tmp_path / "file", PROCID=i, LOCALID=i, **node) for i in range(2)]
+    for number, made in enumerate(tasks):
         made.agree(seconds=20)
         copy = pickle.loads(pickle.dumps(made))  # as mp.spawn does
         assert copy.open_store(20).get("nprocs") == b"1"
-        return made, (copy.rank, copy.local_rank, copy.world_size, copy.local_world_size)
+        ranks = copy.rank, copy.local_rank, copy.world_size, copy.local_world_size
+        assert ranks == (number, number, 2, sharers)
 
-    with ThreadPoolExecutor(2) as pool:
-        found = [ranks for _, ranks in pool.map(ranks, range(2))]
-    assert found == [(0, 0, 2, sharers), (1, 1, 2, sharers)]
+
+def test_nodes_that_would_start_different_numbers_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    node = {"STEP_TASKS_PER_NODE": "1(x2)", "NTASKS": 2, "LOCALID": 0}
+    first, second = (task(tmp_path / "file", PROCID=i, **node) for i in range(2))
+    first.agree(4, seconds=20)
+    assert (first.rank, first.local_rank, first.world_size) == (0, 0, 8)
+    message = "^task 1 would start 2 processes and task 0 4: take nodes with as many GPUs each"
+    with pytest.raises(ValueError, match=message):
+        second.agree(2, seconds=20)
