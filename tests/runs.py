@@ -43,6 +43,13 @@ def parts():
     return net, optimizer, scaler, {"loss": AverageMeter("loss")}
 
 
+def two_groups(optimizer_type, **more):
+    """parts() with another optimizer, which has two groups of weights with rates of their own."""
+    net, _, scaler, meters = parts()
+    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[4].parameters()}]
+    return net, optimizer_type(groups, lr=0.1, **more), scaler, meters
+
+
 def opened(folder, resume="auto", images=None, **more):
     """A run that may write to its folder, with the state of its checkpoint."""
     run = read(folder, resume, images, **more)

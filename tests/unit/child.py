@@ -32,6 +32,17 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
+def forked(function, *args, count=1):
+    """The exit codes of so many processes that call the function at the same time."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=function, args=args) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    return [process.exitcode for process in processes]
+
+
 def _run(code, write):
     os.setsid()
     os.dup2(write, 1)

@@ -1,25 +1,19 @@
 """Checkpoints: what is saved is what goes on, whole or not there; a folder only goes forward."""
 
-import builtins
 import contextlib
 import errno
 import fcntl
 import functools
-import io
-import multiprocessing
+import itertools
 import os
 import pickle
 import random
-import re
 import resource
 import shutil
 import signal
-import stat
-import threading
-import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,38 +21,35 @@ from conftest import load, rows, same_state
 from torch.utils._pytree import tree_map
 
 from common import checkpoint
-from common.checkpoint import Run, fingerprint, read_checkpoint
+from common.checkpoint import Damaged, Run, fingerprint, read_checkpoint
 from common.metrics import AverageMeter
 from tests import nets
-from tests.runs import STEPS, Images, arguments, opened, parts, read, save, train_a_step, write
+from tests.runs import (
+    STEPS,
+    Images,
+    arguments,
+    opened,
+    parts,
+    read,
+    save,
+    train_a_step,
+    two_groups,
+    write,
+)
+from tests.unit.child import forked
 
 NAMES = ["checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"]
-FORK = multiprocessing.get_context("fork")
 GO_ON = SimpleNamespace(agreed=False)  # nobody asks the run to stop
 
 
 def content(folder):
-    """What is in a folder and below, but for the lock: {path: (content, time of the change)}."""
+    """{path: (content, time of the change)} of all in a folder and below, but for the lock."""
     found = {}
     for path in Path(folder).rglob("*"):
-        state = path.lstat()
-        data = path.read_bytes() if stat.S_ISREG(state.st_mode) else stat.S_IFMT(state.st_mode)
         if path.name != ".lock":
-            found[str(path.relative_to(folder))] = data, state.st_mtime_ns
+            real = path.is_file() and not path.is_symlink()
+            found[path] = path.read_bytes() if real else None, path.lstat().st_mtime_ns
     return found
-
-
-def in_child(function):
-    """Its exit code. It may save, but not train: the threads that torch waits for are not there."""
-    process = FORK.Process(target=function)
-    process.start()
-    process.join(60)
-    return process.exitcode
-
-
-def save_epochs(run, *epochs):
-    for epoch in epochs:
-        save(run, epoch)
 
 
 def refused(folder, message, *given, **more):
@@ -77,28 +68,17 @@ def restored(folder, make=parts, **more):
     return run, *made
 
 
-def test_what_is_saved_is_what_is_restored(tmp_path):
-    write(tmp_path, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, ".lock", "metrics.jsonl"}
-    assert [load(tmp_path, name)["epoch"] for name in NAMES] == [2, 1, 2]
-    run = opened(tmp_path)
-    assert (run.epoch, run.step, run.best_acc1) == (2, 0, 52.0)
-    for weight in run.net.parameters():
-        assert run.optimizer.state[weight]["momentum_buffer"].any()
-    run.save()
-    assert same_state(load(tmp_path), load(tmp_path, NAMES[1]))
-
-
-def with_buffers(scaled=True):
-    net = nets.normed(10).to(memory_format=torch.channels_last)
+def with_buffers(scaled=True, layout=torch.channels_last):
+    net = nets.normed(10).to(memory_format=layout)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, fused=True)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     return net, optimizer, scaler, {"loss": AverageMeter("loss")}
 
 
 def test_in_mid_epoch_all_is_restored(tmp_path):
-    """BatchNorm's statistics, sums, the loss scale; and momentum lies as its weight does."""
-    run, net, optimizer, scaler, meters = restored(tmp_path, with_buffers)
+    """BatchNorm's statistics, sums, the loss scale; and momentum lies as its weight does now."""
+    as_fsdp = functools.partial(with_buffers, layout=torch.contiguous_format)
+    run, net, optimizer, scaler, meters = restored(tmp_path, as_fsdp)
     scaler.scale(net(torch.rand(4, 3, 24, 24)).sum()).backward()
     scaler.step(optimizer)
     scaler.update(1024.0)
@@ -106,11 +86,11 @@ def test_in_mid_epoch_all_is_restored(tmp_path):
     run.step = 3
     run.save()
     run, net, optimizer, scaler, meters = restored(tmp_path, with_buffers)
-    assert (run.epoch, run.step) == (0, 3) and scaler.get_scale() == 1024.0
-    assert (meters["loss"].sum, meters["loss"].count) == (5.0, 2)
-    assert all(net.state_dict()[key].equal(x) for key, x in load(tmp_path)["state_dict"].items())
-    weight = net[0].weight
-    assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride() != (75, 25, 5, 1)
+    assert (run.step, scaler.get_scale(), meters["loss"].avg) == (3, 1024.0, 2.5)
+    momentum = optimizer.state[net[0].weight]["momentum_buffer"]
+    assert momentum.any() and momentum.is_contiguous(memory_format=torch.channels_last)
+    run.save()
+    assert same_state(load(tmp_path), load(tmp_path, NAMES[1]))
     restored(tmp_path, lambda: with_buffers(scaled=False))  # as bf16 is trained
 
 
@@ -128,24 +108,22 @@ class Patience:
     """A user's own state."""
 
     def __init__(self):
-        self.bad_epochs, self.average = 0, torch.zeros(3)
+        self.state = {"bad_epochs": 0, "average": torch.zeros(3)}
 
     def state_dict(self):
-        return {"bad_epochs": self.bad_epochs, "average": self.average}
+        return self.state
 
     def load_state_dict(self, state):
-        self.bad_epochs, self.average = state["bad_epochs"], state["average"]
+        self.state = state
 
 
-def one_cycle(folder, optimizer_type, *ends, **more):
-    """Train by OneCycle, which changes the momentum (AdamW's betas) too; returns the checkpoint.
+def one_cycle(folder, *ends):
+    """Train by OneCycle, which changes AdamW's betas too; returns the checkpoint.
 
     ends: steps at which all is saved, and continued by new objects, with another --lr.
     """
     for number, end in enumerate(ends, 1):
-        net, _, scaler, meters = parts()
-        groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[4].parameters()}]
-        optimizer = optimizer_type(groups, lr=0.1, **more)
+        net, optimizer, scaler, meters = two_groups(torch.optim.AdamW)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1 * number, total_steps=9)
         patience, run = Patience(), read(folder)
         run.attach(net, optimizer, scaler, meters, scheduler=schedule, patience=patience)
@@ -154,26 +132,19 @@ def one_cycle(folder, optimizer_type, *ends, **more):
             train_a_step(run)
             schedule.step()
             run.step += 1
-            patience.bad_epochs += 1
-            patience.average += run.step
+            patience.state["bad_epochs"] += 1
+            patience.state["average"] += run.step
         run.save()
-    found = load(folder)
-    assert found["more"]["scheduler"]["last_epoch"] == found["more"]["patience"]["bad_epochs"] == 7
-    return tree_map(lambda x: x.tolist() if torch.is_tensor(x) else x, found)
+    return tree_map(lambda x: x.tolist() if torch.is_tensor(x) else x, load(folder))
 
 
-@pytest.mark.parametrize(
-    "optimizer, more",
-    [(torch.optim.SGD, {"momentum": 0.9, "fused": True}), (torch.optim.AdamW, {})],
-    ids=["SGD", "AdamW"],
-)
-def test_a_schedule_and_a_state_of_ones_own_go_on(tmp_path, optimizer, more):
+def test_a_schedule_and_a_state_of_ones_own_go_on(tmp_path):
     """To the bit, whatever --lr says now: a scheduler's state has the rates of its run.
 
     One that started anew would train on at a wrong rate, unnoticed.
     """
-    straight = one_cycle(tmp_path / "a", optimizer, 7, **more)
-    broken = one_cycle(tmp_path / "b", optimizer, 4, 7, **more)
+    straight, broken = one_cycle(tmp_path / "a", 7), one_cycle(tmp_path / "b", 4, 7)
+    assert straight["more"]["patience"] == {"bad_epochs": 7, "average": [28.0] * 3}
     for key in ("state_dict", "optimizer", "more", "meters"):
         assert straight[key] == broken[key], key
 
@@ -190,41 +161,28 @@ def test_what_the_script_gives_now_counts(tmp_path):
     assert (group["momentum"], group["lr"], group["weight_decay"]) == (0.85, 0.03, 0.25)
 
 
-def adamw():
-    net, _, scaler, meters = parts()
-    return net, torch.optim.AdamW(net.parameters()), scaler, meters
-
-
-def two_groups():
-    net, _, scaler, meters = parts()
-    groups = [{"params": net[0].parameters()}, {"params": net[4].parameters()}]
-    return net, torch.optim.SGD(groups, 0.1), scaler, meters
-
-
-def more_meters():
-    *made, meters = parts()
-    return *made, meters | {"acc@10": AverageMeter("acc@10")}
+no_meters = lambda: (*parts()[:3], {})  # noqa: E731
+ADAMW, SGD = (functools.partial(two_groups, kind) for kind in (torch.optim.AdamW, torch.optim.SGD))
 
 
 @pytest.mark.parametrize(
-    "now, more, message",
+    "now, ema, message",
     [
-        (adamw, {}, "has the optimizer SGD, but this run has AdamW$"),
-        (with_buffers, {}, "does not fit the model: .*Missing key.*running_mean"),
-        (two_groups, {}, "does not fit the optimizer: ValueError: .* number of parameter groups$"),
-        (more_meters, {}, r"has half an epoch of \['loss'\], but this run has \['acc@10', 'loss'"),
-        (parts, {"ema": None}, r"has the state of \['ema'\], but this run has \[\]$"),
-        (parts, {"ema": nets.normed(10)}, "does not fit ema: .*Missing key"),
+        (ADAMW, nets.plain(10), "has the optimizer SGD, but this run has AdamW$"),
+        (SGD, nets.plain(10), "does not fit the optimizer: ValueError: .* parameter groups$"),
+        (with_buffers, nets.plain(10), "does not fit the model: .*Missing key.*running_mean"),
+        (no_meters, nets.plain(10), r"has half an epoch of \['loss'\], but this run has \[\]$"),
+        (parts, None, r"has the state of \['ema'\], but this run has \[\]$"),
+        (parts, nets.normed(10), "does not fit ema: .*Missing key"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_one_line(tmp_path, now, more, message):
+def test_a_checkpoint_of_something_else_is_one_line(tmp_path, now, ema, message):
     run = opened(tmp_path)
     run.attach(*parts(), ema=nets.plain(10))
     run.step = 5
     run.save()
-    more = {name: part for name, part in ({"ema": nets.plain(10)} | more).items() if part}
     with pytest.raises(ValueError, match=f"^{tmp_path}/checkpoint.pth {message}") as raised:
-        restored(tmp_path, now, **more)
+        restored(tmp_path, now, **({"ema": ema} if ema else {}))
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
 
 
@@ -262,10 +220,10 @@ def test_an_evaluation_needs_the_model_alone(tmp_path):
     run.attach(*parts(), patience=Patience(), ema=nets.plain(10))
     save(run, 2)
     before = content(tmp_path)
-    for resume in (None, "auto", f"{tmp_path}/c/{NAMES[1]}"):
+    for resume, epoch in {None: 0, "auto": 2, f"{tmp_path}/c/{NAMES[1]}": 1}.items():
         evaluating = read(tmp_path / "c", resume, evaluate=True)
-        evaluating.attach(*adamw(), patience=Patience())
-        assert evaluating.epoch == {None: 0, "auto": 2}.get(resume, 1)
+        evaluating.attach(*ADAMW(), patience=Patience())
+        assert evaluating.epoch == epoch
     with pytest.raises(ValueError, match=f"no checkpoint to evaluate in {tmp_path}/none"):
         read(tmp_path / "none", evaluate=True)
     assert content(tmp_path) == before
@@ -290,19 +248,13 @@ def test_keys_are_plain_python(tmp_path):
 
 def test_only_a_better_validation_is_the_best(tmp_path):
     run = write(tmp_path / "a", 1)
-    for epoch, acc1 in ((2, 50.0), (3, 51.0), (4, 51.5)):
+    for epoch, acc1, best in ((2, 50.0, 1), (3, 51.0, 1), (4, 51.5, 4)):
         save(run, epoch, acc1)
-        assert load(tmp_path / "a", "model_best.pth")["epoch"] == (4 if epoch == 4 else 1)
-    run.step = 3
-    run.save()  # within an epoch: no validation, no line
-    assert load(tmp_path / "a")["step"] == 3
-    assert [row["epoch"] for row in rows(tmp_path / "a")] == [1, 2, 3, 4]
+        assert load(tmp_path / "a", "model_best.pth")["epoch"] == best
     for rank in (1, 0):  # each knows the best of the run before it
         run = Run(arguments(tmp_path / "a"), rank, 2)
         run.plan(Images(), STEPS)
-        run.step = STEPS
-        assert not run.end_epoch(51.5) and (run.epoch, run.step) == (5, 0)
-        assert run.end_epoch(51.6) and run.best_acc1 == 51.6
+        assert not run.end_epoch(51.5) and run.end_epoch(51.6)
     # In a folder of its own the first is the best, whatever its score.
     save(opened(tmp_path / "b", str(tmp_path / "a/model_best.pth")), 5, -3.5)
     assert load(tmp_path / "b", "model_best.pth")["best_acc1"] == -3.5
@@ -329,67 +281,49 @@ def test_what_is_left(tmp_path):
     assert list(opened(tmp_path, evaluate=True).remaining(GO_ON)) == []
     run.step = 10
     run.save()  # trained, and not validated yet
-    run = opened(tmp_path, max_steps=20)
-    assert not run.finished() and left(run) == [(1, 10, 10)]
-    places = [(row["epoch"], row["step"]) for row in rows(tmp_path)]
-    assert places == [(1, 0), (1, 4), (2, 0)]
+    assert left(opened(tmp_path, max_steps=20)) == [(1, 10, 10)]
+    assert [(row["epoch"], row["step"]) for row in rows(tmp_path)] == [(1, 0), (1, 4), (2, 0)]
 
 
 def test_an_early_end_is_an_end(tmp_path):
     """Until more epochs are asked for, or the run goes on elsewhere."""
-    run = write(tmp_path / "c", 1, epochs=5)
+    run = write(tmp_path, 1, epochs=5)
     run.end()
     save(run, 2)
-    assert left(opened(tmp_path / "c", epochs=5)) == left(opened(tmp_path / "c", epochs=4)) == []
-    newest = str(tmp_path / "c/checkpoint.pth")
-    for folder, epochs in (("c", 6), ("d", 5)):
-        run = opened(tmp_path / folder, newest, epochs=epochs)
-        assert not run.finished() and next(run.remaining(GO_ON)) == (2, 0, 10)
+    assert left(opened(tmp_path, epochs=5)) == left(opened(tmp_path, epochs=4)) == []
+    assert left(opened(tmp_path / "d", run.file(NAMES[0]), epochs=3)) == [(2, 0, 10)]
+    assert left(opened(tmp_path, epochs=6))[0] == (2, 0, 10)
 
 
 # Damage is noticed, and what is replaced was read.
 
 
-def damage(path, how):
-    content = bytearray(path.read_bytes())
-    if how == "flipped":
-        # Bytes of a weight: torch.load would take them.
-        with zipfile.ZipFile(path) as archive:
-            entry = max(archive.infolist(), key=lambda entry: entry.file_size)
-        content[entry.header_offset + entry.file_size // 2 + 200] ^= 0xFF
-    else:
-        content = content[: len(content) * how // 100]
-    path.write_bytes(content)
+def cut(paths, share):
+    for path in paths:
+        os.truncate(path, int(os.path.getsize(path) * share))
 
 
-@pytest.mark.parametrize("how", [0, 50, 99, "flipped"])
-def test_the_one_before_is_taken_for_a_damaged_one(tmp_path, how):
-    """The previous one, or else the best one; the damaged one is kept."""
-    write(tmp_path, 2)
-    newest, previous, best = (tmp_path / name for name in NAMES)
-    damage(newest, how)
-    bad = newest.read_bytes()
-    refused(tmp_path, f"^{newest} is damaged", str(newest))
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+@pytest.mark.parametrize("bad, epoch", [(1, 1), (2, 2)], ids=["the newest", "the one before too"])
+def test_the_one_before_is_taken_for_a_damaged_one(tmp_path, bad, epoch, share):
+    """The previous one, or else the best one; the damaged newest one is kept."""
+    run = write(tmp_path, 2)
+    paths = [run.file(name) for name in NAMES]
+    cut(paths[:bad], share)
+    refused(tmp_path, f"^{paths[0]} is damaged", paths[0])
+    content = Path(paths[0]).read_bytes()
     run = opened(tmp_path)
-    assert (run.epoch, run.path) == (1, str(previous))
-    (message,) = run.damaged
-    assert message.startswith(f"{newest} is damaged")
+    assert (run.epoch, run.path) == (epoch, paths[bad])
+    assert [line.split(" is damaged")[0] for line in run.damaged] == paths[:bad]
+    assert len(rows(tmp_path)) == epoch
     (kept,) = tmp_path.glob("checkpoint.damaged-*.pth")
-    assert [row["epoch"] for row in rows(tmp_path)] == [1] and not newest.exists()
-    save(run, 2)
-    assert [load(tmp_path, name)["epoch"] for name in NAMES] == [2, 1, 2]
-    assert kept.read_bytes() == bad and opened(tmp_path).damaged == []
-    for path in (newest, previous):
-        damage(path, how)
-    run = opened(tmp_path)
-    assert (run.epoch, run.path, len(run.damaged)) == (2, str(best), 2)
-    save(run, 3)
-    newest.unlink()  # a kill between the two renames of a save leaves none
-    run = opened(tmp_path)
-    assert (run.epoch, run.path, len(run.damaged)) == (3, str(best), 1)
-    shutil.copy(previous, newest)
-    damage(best, how)
-    refused(tmp_path, f"{newest} is damaged .*; {previous} is damaged .*; {best} is damaged")
+    assert kept.read_bytes() == content and not os.path.exists(paths[0])
+    assert opened(tmp_path).epoch == epoch  # a kill between the two renames of a save leaves none
+    save(run, epoch + 1)
+    assert opened(tmp_path).damaged == [] and kept.exists()
+    save(run, epoch + 2)
+    cut(paths, share)
+    refused(tmp_path, "; ".join(f"{path} is damaged .*" for path in paths))
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
@@ -403,7 +337,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
         path.write_bytes(content)
         try:
             got = read_checkpoint(str(path))["state_dict"]
-        except ValueError:
+        except Damaged:
             continue
         assert all(got[key].equal(state[key]) for key in state)  # it hit padding
 
@@ -414,39 +348,23 @@ class Command:
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    """It is whole: the one before is not taken for it."""
     Command.path = str(tmp_path / "ran")
-    write(tmp_path / "c", 1)
-    torch.save({**load(tmp_path / "c"), "args": Command()}, tmp_path / "c/checkpoint.pth")
-    newest = str(tmp_path / "c/checkpoint.pth")
-    for resume in (newest, "auto"):  # it is whole: the one before is not taken for it
-        refused(tmp_path / "c", "^torch.load cannot read .*checkpoint.pth: Weights only", resume)
-    assert not os.path.exists(Command.path)
-    torch.load(newest, weights_only=False)
-    assert os.path.exists(Command.path)  # it would
-
-
-class Failing(io.FileIO):
-    """A double of a file on a disk that fails: to have a real one takes a kernel's module."""
-
-    def read(self, *_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    readinto = readall = read
-
-
-def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
-    """It stays where it is, for the disk may come back."""
     write(tmp_path, 2)
-    newest, really_open = str(tmp_path / NAMES[0]), builtins.open
+    newest = str(tmp_path / NAMES[0])
+    torch.save({**load(tmp_path), "args": Command()}, newest)
+    for resume in (newest, "auto"):
+        refused(tmp_path, f"^torch.load cannot read {newest}: Weights only", resume)
+    torch.load(newest, weights_only=False)
+    assert os.path.exists(Command.path)  # then it is run, and only then
 
-    def failing_open(path, *rest, **more):
-        return Failing(path) if path == newest else really_open(path, *rest, **more)
 
-    monkeypatch.setattr(builtins, "open", failing_open)
-    with pytest.raises(OSError, match="Input/output error"):
-        opened(tmp_path)
-    monkeypatch.undo()
-    assert opened(tmp_path).path == newest
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path):
+    """It stays where it is, for the disk may come back. The double of a bad disk is memory."""
+    write(tmp_path, 2)
+    (tmp_path / NAMES[0]).unlink()
+    (tmp_path / NAMES[0]).symlink_to("/proc/self/mem")  # at 0 there is none
+    refused(tmp_path, "Input/output error")
 
 
 @pytest.mark.parametrize(
@@ -482,7 +400,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
         with pytest.raises(OSError, match=f"^cannot write {tmp_path}/{NAMES[0]}: "):
             run.save()
 
-    assert in_child(save_on_full_disk) == 0
+    assert forked(save_on_full_disk) == [0]
     assert content(tmp_path) == before
 
 
@@ -491,24 +409,15 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("name", [*NAMES, "metrics.jsonl"])
 def test_each_file_of_a_run_makes_the_folder_its_own(tmp_path, name):
-    write(tmp_path / "whole", 2)
+    other = str(tmp_path / "other/checkpoint.pth")
+    write(tmp_path / "other", 1)
     folder = tmp_path / "c"
     folder.mkdir()
-    shutil.copy(tmp_path / "whole" / name, folder / name)
+    (folder / name).symlink_to("/not/mounted")  # what is behind must not be replaced
     message = f"{folder} holds a run .{name}.: give another --checkpoint-dir, or continue"
-    for resume in (None, str(tmp_path / "whole/checkpoint.pth")):
+    for resume in (None, other):
         refused(folder, message, resume)
-    if name == "metrics.jsonl":
-        refused(folder, message, "auto")
-    else:
-        run = opened(folder)
-        assert run.epoch == load(tmp_path / "whole", name)["epoch"]
-        save(run, 3)
-        assert load(folder)["epoch"] == rows(folder)[-1]["epoch"] == 3
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / name).symlink_to("/not/mounted")  # what is behind must not be replaced
-    for resume in (None, "auto"):
-        refused(tmp_path / "other", name, resume)
+    refused(folder, message if name == "metrics.jsonl" else f"{folder}/{name}", "auto")
 
 
 def test_only_the_newest_goes_on_in_its_folder(tmp_path):
@@ -516,16 +425,15 @@ def test_only_the_newest_goes_on_in_its_folder(tmp_path):
     run = write(tmp_path / "c", 1)
     save(run, 2, 0.0)
     save(run, 3, 0.0)
-    (tmp_path / "best.pth").symlink_to("c/model_best.pth")
-    (tmp_path / "newest.pth").symlink_to("c/checkpoint.pth")
-    (tmp_path / "d").symlink_to("c")
+    links = {"best.pth": "c/model_best.pth", "newest.pth": "c/checkpoint.pth", "d": "c"}
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(target)
     before = content(tmp_path / "c")
     for name, epoch in (("c/checkpoint.prev.pth", 2), ("d/model_best.pth", 1), ("best.pth", 1)):
         for folder in "cd":
             message = "holds a run .*: give another --checkpoint-dir, or continue the newest"
             refused(tmp_path / folder, message, f"{tmp_path}/{name}")
-        save(opened(tmp_path / "new" / name, f"{tmp_path}/{name}"), epoch + 1)
-        assert load(tmp_path / "new" / name)["epoch"] == epoch + 1
+        assert opened(tmp_path / "new", f"{tmp_path}/{name}").epoch == epoch
     assert content(tmp_path / "c") == before
     for epoch, name in enumerate(("c/checkpoint.pth", "d/checkpoint.pth", "newest.pth"), 4):
         save(opened(tmp_path / "c", f"{tmp_path}/{name}"), epoch)
@@ -546,9 +454,16 @@ def test_only_our_own_temporary_files_are_removed(tmp_path):
 def test_without_locks_a_checkpoint_does_not_go_backward(tmp_path, monkeypatch, late):
     """One has read, another trains on and ends: the first is stopped, wherever it is by then."""
 
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
+    def end_the_other():
+        for epoch in (2, 3, 4):
+            save(other, epoch)
 
+    def save_meanwhile(*given):
+        monkeypatch.setattr(torch, "save", really_save)
+        end_the_other()
+        really_save(*given)
+
+    no_locks = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     write(tmp_path, 1)
     stale = read(tmp_path)
@@ -556,19 +471,13 @@ def test_without_locks_a_checkpoint_does_not_go_backward(tmp_path, monkeypatch, 
     if late != "opens":
         stale.tidy_folder()
     other, really_save = opened(tmp_path), torch.save
-
-    def save_meanwhile(*given):
-        monkeypatch.setattr(torch, "save", really_save)
-        save_epochs(other, 2, 3, 4)
-        really_save(*given)
-
     copy = (tmp_path / NAMES[0]).read_bytes()
     (tmp_path / NAMES[0]).unlink()
     (tmp_path / NAMES[0]).write_bytes(copy)  # a copy is the same: only what it holds counts
     if late == "writes":  # the other one ends while the first one writes its file
         monkeypatch.setattr(torch, "save", save_meanwhile)
     else:
-        save_epochs(other, 2, 3, 4)
+        end_the_other()
     stale.step = 5
     message = r"checkpoint\.pth is not the one that this run last read or wrote: does another run"
     with pytest.raises(OSError, match=message):
@@ -614,41 +523,48 @@ SAME, LESS = [Images()] * 3, [Images(), Images(79), Images()]
     ],
 )
 def test_ranks_that_differ_are_told(tmp_path, folders, train, val, message):
-    """Each of three has read from a disk of its own."""
+    """Each of three has read from a disk of its own; all say the same."""
     write(tmp_path / "a", 2)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     write(tmp_path / "c", 1)
-    tables, all_here = [], threading.Barrier(3, timeout=60)
+    tables = []
 
-    def mean(table, count):
-        tables.append(table)
-        all_here.wait()
-        return sum(tables) / count
-
-    def check(rank):
+    def check(rank, mean):
         run = Run(arguments(tmp_path / folders[rank]), rank, 3)
         run.plan(Images(), STEPS)
         run.check_same(train[rank], val[rank], torch.device("cpu"), mean)
 
-    with ThreadPoolExecutor(3) as pool:
-        errors = [pool.submit(check, rank).exception for rank in range(3)]
-    (said,) = {str(error()) for error in errors}  # all say the same
-    assert re.fullmatch(f"the {message} differs from rank 0's" if message else "None", said)
+    for rank in range(3):
+        check(rank, lambda table, _: tables.append(table) or 0 * table)
+    for rank in range(3):
+        said = f"^the {message} differs from rank 0's$"
+        with pytest.raises(ValueError, match=said) if message else contextlib.nullcontext():
+            check(rank, lambda *_: sum(tables) / 3)
 
 
 # Ended at any moment.
 
+SAVES = [(5, None), (STEPS, None), (STEPS, 99.0), (STEPS, None), (STEPS, -1.0)]
 
-def ends_at(call, how, saves):
+
+def save_at(run, step, score):
+    """Save in an epoch or, with a score, after its validation."""
+    run.step = step
+    if score is None:
+        run.save()
+    else:
+        is_best = run.end_epoch(score)
+        run.save({"epoch": run.epoch, "step": run.step}, is_best)
+
+
+def ends_at(call, how, run, saves):
     """Whether these saves make so many calls. Before the last of them the disk fails or, with
     how="killed", the process ends; a line of metrics.jsonl is then written half-way.
     """
-    calls, append_line = 0, checkpoint.append_line
+    calls, append_line = itertools.count(1), checkpoint.append_line
 
     def counted(function, *args):
-        nonlocal calls
-        calls += 1
-        if calls == call:
+        if next(calls) == call:
             if function is append_line:
                 with open(args[0], "a") as file:
                     file.write(args[1][:8])
@@ -661,37 +577,10 @@ def ends_at(call, how, saves):
         names = [(os, "fsync"), (os, "replace"), (torch, "save"), (checkpoint, "append_line")]
         for module, name in names:
             setattr(module, name, functools.partial(counted, getattr(module, name)))
-        with contextlib.suppress(OSError):
-            for step in saves:
-                step()
-        os._exit(calls >= call)
+        for step, score in saves:
+            save_at(run, step, score)
 
-    return in_child(save_all) != 0
-
-
-def in_an_epoch(run):
-    run.step = 5
-    run.save()
-
-
-def at_its_end(run):
-    run.step = STEPS
-    run.save()
-
-
-def validated(run, score=99.0):
-    is_best = run.end_epoch(score)
-    run.save({"epoch": run.epoch, "step": run.step}, is_best)
-
-
-def not_best(run):
-    validated(run, -1.0)
-
-
-def cut_short(run):
-    """As --max-steps ends a run in its first epoch: its first save has a row, and is the best."""
-    run.step = 5
-    validated(run)
+    return forked(save_all) != [0]
 
 
 def reached(run):
@@ -700,36 +589,34 @@ def reached(run):
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
-@pytest.mark.parametrize(
-    "saves", [[in_an_epoch, at_its_end, validated, at_its_end, not_best], [cut_short]]
-)
-def test_a_save_that_ends_before_any_of_its_calls(tmp_path, how, saves):
-    """--resume auto goes on from a whole checkpoint, to the same end as without that.
-
-    Where model_best.pth is the only one there, of a first save with a row, that row may be missing.
-    """
+def test_a_save_that_ends_before_any_of_its_calls(tmp_path, how):
+    """--resume auto goes on from a whole checkpoint, to the same end as without that."""
     run, places = opened(tmp_path / "straight"), []
-    for step in saves:
+    for step, score in SAVES:
         places.append(reached(run))
-        step(run)
+        save_at(run, step, score)
     last, seen = reached(run), set()
-    no_row = {(*last[:2], "")} if saves == [cut_short] else set()
     for at in range(1, 99):
         folder = tmp_path / str(at)
-        run = opened(folder)
-        if not ends_at(at, how, [functools.partial(step, run) for step in saves]):
+        if not ends_at(at, how, opened(folder), SAVES):
             break
         run = opened(folder)
         assert not list(folder.glob("*.tmp")) and not run.damaged
-        here = reached(run)
-        seen.add(here)
-        if here in places:
-            for step in saves[places.index(here) :]:
-                step(run)
-        elif here in no_row:
-            assert run.path == str(folder / NAMES[2]) and not (folder / NAMES[0]).exists()
-        assert reached(run) == last or here in no_row
-        newest = NAMES[0] if (folder / NAMES[0]).exists() else NAMES[2]  # if there was no other
-        assert same_state(load(folder, newest), load(tmp_path / "straight"))
-        assert same_state(*(load(x, NAMES[2]) for x in (folder, tmp_path / "straight")))
-    assert at > 4 * len(saves) and seen | {last} == {*places, last} | no_row, (at, seen)
+        seen.add(reached(run))
+        if reached(run) in places:
+            for step, score in SAVES[places.index(reached(run)) :]:
+                save_at(run, step, score)
+        assert reached(run) == last
+        for name in (NAMES[0], NAMES[2]):
+            assert same_state(load(folder, name), load(tmp_path / "straight", name))
+    assert at > 4 * len(SAVES) and seen | {last} == {*places, last}, (at, seen)
+
+
+def test_a_first_save_with_a_row_that_ends_before_any_of_its_calls(tmp_path):
+    """As --max-steps ends a run in its first epoch. The row alone would be no run to go on with."""
+    for at in range(1, 99):
+        folder = tmp_path / str(at)
+        if not ends_at(at, "killed", opened(folder), [(5, 99.0)]):
+            break
+        assert opened(folder).step in (0, 5)
+    assert at > 4 and opened(folder).step == 5

@@ -18,19 +18,17 @@ def as_before():
     torch.backends.cudnn.benchmark = benchmark
 
 
-def test_a_process_takes_its_share_of_what_it_may_use(monkeypatch):
+def test_a_process_takes_its_share_of_what_it_may_use():
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     assert own_cores(1) == own_cores(8) == 1
     os.sched_setaffinity(0, cores)
-    monkeypatch.setattr(joblib, "cpu_count", lambda: 12)
-    assert own_cores(4) == 3
 
 
 @pytest.mark.parametrize(
     ("wish", "processes", "expected"),
     [
-        (None, 2, 4),
+        ("", 2, 4),
         ("1", 2, 4),  # torchrun's, nobody's wish
         ("1", 1, 1),
         ("3", 2, 3),
@@ -41,9 +39,7 @@ def test_a_process_takes_its_share_of_what_it_may_use(monkeypatch):
 def test_threads(wish, processes, expected, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(joblib, "cpu_count", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if wish:
-        monkeypatch.setenv("OMP_NUM_THREADS", wish)
+    monkeypatch.setenv("OMP_NUM_THREADS", wish)
     set_threads(processes)
     assert torch.get_num_threads() == expected
 
@@ -63,12 +59,9 @@ def test_gpus_and_processes(monkeypatch):
     with pytest.raises(ValueError, match=r"this GPU has no bf16, .*: add --precision fp16 or fp32"):
         set_up_device(0, 2, SimpleNamespace(precision="bf16"))
 
-
-def test_gpus_that_torch_cannot_use(monkeypatch):
-    def fail(device):
+    def too_old(device):
         raise RuntimeError("The NVIDIA driver on your system is too old\nfurther lines")
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    monkeypatch.setattr(torch.cuda, "set_device", too_old)
     with pytest.raises(ValueError, match=r"is too old \(CUDA_VISIBLE_DEVICES= in front trains"):
-        set_up_device(0, 1, SimpleNamespace())
+        set_up_device(0, 1, nccl)

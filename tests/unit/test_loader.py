@@ -4,7 +4,7 @@ import os
 import pickle
 import random
 import re
-from collections import Counter, namedtuple
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -42,10 +42,13 @@ def large(index):
     return picture(index, 160, 160), index
 
 
+def volume(index):
+    return torch.full((4, 90, 90), float(index)), index
+
+
 def test_random_numbers_depend_on_seed_epoch_and_index_only():
     def draw(index):
-        draws = torch.rand(1).item(), np.random.rand(), random.random()
-        return torch.tensor(draws, dtype=torch.float64), index
+        return torch.rand(1).item(), np.random.rand(), random.random(), index
 
     def drawn(workers, world_size, seed=0, epoch=0):
         found = {}
@@ -53,8 +56,9 @@ def test_random_numbers_depend_on_seed_epoch_and_index_only():
             sampler = TrainSampler(40, 8, rank, world_size, 0)
             sampler.set_epoch(epoch)
             dataset = Seeded(Items(draw), seed)
-            for batch, index in start_loader(dataset, sampler, 8 // world_size, workers, CPU):
-                found |= dict(zip(index.tolist(), batch.tolist(), strict=True))
+            for batch in start_loader(dataset, sampler, 8 // world_size, workers, CPU):
+                for *numbers, index in torch.stack(batch, dim=1).tolist():
+                    found[index] = numbers
         return found
 
     expected = drawn(0, 1)
@@ -70,15 +74,13 @@ def test_global_batches_are_the_same_for_every_world_size(length):
         samplers = [TrainSampler(length, 16, rank, world_size, 7) for rank in range(world_size)]
         for sampler in samplers:
             sampler.set_epoch(epoch, first, end)
-        keys = [list(sampler) for sampler in samplers]
-        assert all(len(k) == len(s) for k, s in zip(keys, samplers, strict=True))
-        share = 16 // world_size
-        steps = range(len(keys[0]) // share)
-        return [{i for k in keys for i in k[s * share : (s + 1) * share]} for s in steps]
+        assert len({len(sampler) for sampler in samplers}) == 1  # all take as many steps
+        keys = [key for keys in zip(*samplers, strict=True) for key in keys]
+        return [{*keys[start : start + 16]} for start in range(0, len(keys), 16)]
 
     expected = batches(1)
     assert len(expected) == length // 16
-    assert Counter(key for batch in expected for key in batch).most_common(1)[0][1] == 1
+    assert len(set.union(*expected)) == 16 * len(expected)  # none comes twice
     assert {epoch for batch in expected for epoch, _ in batch} == {3}
     for world_size in (2, 4, 8, 16):
         assert batches(world_size) == expected
@@ -86,6 +88,11 @@ def test_global_batches_are_the_same_for_every_world_size(length):
         assert batches(world_size, end=len(expected) - 1) == expected[:-1]
     if length > 16:
         assert batches(1, epoch=4) != [{(4, i) for _, i in batch} for batch in expected]
+
+
+def test_a_batch_size_that_does_not_divide():
+    with pytest.raises(ValueError, match="--batch-size 30 does not divide by 4 processes: try 32"):
+        TrainSampler(64, 30, 0, 4, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -102,37 +109,29 @@ def test_a_batch_stays_what_it_is(workers):
         assert len(held) == 20
         assert torch.cat([target for _, target in held]).tolist() == shown
         assert torch.cat([images[:, 0, 0, 0] for images, _ in held]).tolist() == shown
+        assert held[0][0].is_contiguous(memory_format=torch.channels_last)
         prefetched = [images for images, _ in Prefetcher(loader, CPU)]
         expected = Prefetcher([images for images, _ in held], CPU)
         assert all(a.equal(b) for a, b in zip(prefetched, expected, strict=True))
 
 
-def test_memory_of_images_is_used_again():
+@pytest.mark.parametrize("make", [large, volume])
+def test_memory_of_large_tensors_is_used_again(make):
     """Also after an epoch that ended early, and after one of which all was held."""
-    loader, places = start_loader(Items(large), range(40), 2, 2, CPU), set()
+    loader, places = start_loader(Items(make), range(40), 2, 2, CPU), set()
     for last in (3, 19):
-        for number, (images, target) in enumerate(loader):
-            assert images[:, 0, 0, 0].tolist() == target.tolist() == [2 * number, 2 * number + 1]
-            assert images.is_contiguous(memory_format=torch.channels_last)
-            assert images.untyped_storage().nbytes() == images.nbytes  # torch.save() writes it all
-            places.add(images.data_ptr())
+        for number, (tensor, target) in enumerate(loader):
+            assert tensor[:, 0, 0, 0].tolist() == target.tolist() == [2 * number, 2 * number + 1]
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # torch.save() writes it all
+            places.add(tensor.data_ptr())
             if number == last:
                 break
     assert len(places) <= 8  # of each worker three that are under way, and one held here
-    del images
-    held = [images.numpy()[:, 0] for images, _ in loader]  # not the tensors themselves
+    del tensor
+    held = [tensor.numpy()[:, 0] for tensor, _ in loader]  # not the tensors themselves
     assert [part[:, 0, 0].tolist() for part in held] == [[i, i + 1] for i in range(0, 40, 2)]
     del held
-    assert places.issuperset(images.data_ptr() for images, _ in loader)
-
-
-def test_memory_of_other_large_tensors_is_used_again():
-    loader = start_loader(Items(lambda i: torch.full((4, 90, 90), i / 2)), range(60), 2, 1, CPU)
-    places = set()
-    for number, volumes in enumerate(loader):
-        assert volumes[:, 0, 0, 0].tolist() == [number, number + 0.5]
-        places.add(volumes.data_ptr())
-    assert len(places) <= 4 < number
+    assert places.issuperset(tensor.data_ptr() for tensor, _ in loader)
 
 
 def example(index):
@@ -151,7 +150,10 @@ def example(index):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_items_of_any_kind_reach_the_device(workers):
-    """Images are normalised, and all else is what the data set gave, in the same containers."""
+    """Images are normalised, and all else is what the data set gave, in the same containers.
+
+    On GPUs: tests/gpu.
+    """
     loader = start_loader(Items(example), range(40), 8, workers, CPU)
     mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
     std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -172,17 +174,37 @@ def test_items_of_any_kind_reach_the_device(workers):
     assert number == 4
 
 
+def test_waited_is_the_time_for_images_of_the_last_epoch(monkeypatch):
+    """Not that for steps, nor that for the end."""
+    now = 0.0
+
+    def batches(*seconds):
+        nonlocal now
+        for wait in seconds:
+            now += wait
+            yield torch.ones(2)
+        now += 100
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    prefetcher = Prefetcher(batches(1, 2), CPU)
+    assert prefetcher.waited() == 0.0
+    for _ in prefetcher:
+        now += 10
+    assert prefetcher.waited() == 3
+    prefetcher.loader = batches()
+    assert list(prefetcher) == [] and prefetcher.waited() == 0.0
+
+
 def of_unlike_length(items):
     """What a user's collate_fn may return: tensors of several kinds, and lists."""
-    rows = [row for row, _ in items]
-    padded = pad_sequence(rows, batch_first=True, padding_value=-1)
-    return Padded(padded, [len(row) for row in rows], padded.to_sparse(), padded.t()[::2])
+    padded = pad_sequence(items, batch_first=True, padding_value=-1)
+    return Padded(padded, [len(item) for item in items], padded.to_sparse(), padded.t()[::2])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_collate_fn_of_the_users(workers):
     def make(index):
-        return torch.arange(9000.0 * (index % 3 + 1)), index
+        return torch.arange(9000.0 * (index % 3 + 1))
 
     loader = start_loader(Items(make), range(40), 8, workers, CPU, of_unlike_length)
     for number, batch in enumerate(list(loader)):
@@ -200,21 +222,28 @@ def test_a_batch_that_cannot_be_sent_ends_the_loader():
         list(start_loader(Items(lambda i: pair(*large(i))), range(40), 2, 1, CPU))
 
 
-CROWDED = """
-import os, resource, torch
+START = """
+import os, resource, time, torch
 from common.arguments import user_errors
 from common.loader import start_loader
 
-def start(workers):
-    return start_loader(items, range(40), 2, workers, torch.device("cpu"))
+class Slow(list):
+    def __getitem__(self, index):
+        os.kill(os.getppid(), 9)
+        time.sleep(60)
 
-items = [(torch.full((3, 160, 160), i, dtype=torch.uint8), torch.tensor(i), 1.5) for i in range(40)]
+def start(workers, items):
+    return start_loader(items, range(len(items)), 2, workers, torch.device("cpu"))
+
+items = [torch.full((3, 160, 160), i, dtype=torch.uint8) for i in range(40)]
+"""
+CROWDED = """
 files, most = len(os.listdir("/proc/self/fd")) + 5, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-batches = list(start(2))
-print(sum(images.sum(dtype=torch.int64) for images, _, _ in batches) // 76800, flush=True)
+batches = list(start(2, items))
+print(sum(images.sum(dtype=torch.int64) for images in batches) // 76800, flush=True)
 with user_errors(0):
-    start(9)
+    start(9, items)
 """
 
 
@@ -225,19 +254,16 @@ def test_a_crowded_machine(tmp_path):
     little = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     little += ['mount -t tmpfs -o size=64k none /dev/shm && exec "$@"', "sh"]
     env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
-    output = run([*little, PYTHON, "-c", CROWDED], tmp_path, env=env, timeout=60, code=2)
+    output = run([*little, PYTHON, "-c", START + CROWDED], tmp_path, env=env, timeout=60, code=2)
     total, line = output.splitlines()
     assert total == "tensor(780)"
     assert line == "error: --workers 9: No space left on device: give fewer, or 0"
 
 
 NOTEBOOK = """
-import os, torch
-from common.loader import start_loader
-items = [torch.full((3, 160, 160), i, dtype=torch.uint8) for i in range(40)]
-loader = start_loader(items, range(40), 2, 2, torch.device("cpu"))
+loader = start(2, items)
 print(len(list(loader)))
-other = start_loader(items, range(40), 2, 2, torch.device("cpu"))
+other = start(2, items)
 os.kill(other._iterator._workers[0].pid, 9)
 list(other)
 """
@@ -245,30 +271,15 @@ list(other)
 
 def test_a_loader_that_nobody_lets_go_of_does_not_keep_its_process():
     """In a notebook it is a global, alive when the interpreter exits; so it is after an error."""
-    output = run([PYTHON, "-c", NOTEBOOK], ROOT, timeout=60, code=1)
+    output = run([PYTHON, "-c", START + NOTEBOOK], ROOT, timeout=60, code=1)
     assert output.startswith("20\n")
     assert re.search("killed by signal|exited unexpectedly", output.splitlines()[-1])
 
 
-READING = """
-import os, time, torch
-from common.loader import start_loader
-
-class Slow:
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        os.kill(os.getppid(), 9)
-        time.sleep(60)
-
-list(start_loader(Slow(), range(4), 2, 1, torch.device("cpu")))
-"""
-
-
 def test_a_worker_that_reads_for_long_ends_with_its_process():
     """torch's own workers look for their parent between two batches only."""
-    run([PYTHON, "-c", READING], ROOT, timeout=20, code=-9)  # fails if a process is left
+    command = [PYTHON, "-c", f"{START}list(start(1, Slow(items)))"]
+    run(command, ROOT, timeout=20, code=-9)  # fails if a process is left
 
 
 FORKS = """

@@ -20,13 +20,10 @@ def mistake(work, tmp_path, monkeypatch, capfd):
     """Runs distributed.py until it finds what is wrong with the flags; returns what it says."""
     threads = torch.get_num_threads()
 
-    def leave(code):
-        raise SystemExit(code)
-
     def mistake(*flags, before=""):
         monkeypatch.chdir(work)
         monkeypatch.setattr(os, "environ", without_launchers(os.environ))
-        monkeypatch.setattr(os, "_exit", leave)
+        monkeypatch.setattr(os, "_exit", sys.exit)
         # The signals are pytest's.
         monkeypatch.setattr(distributed, "StopRequest", lambda **_: None)
         given = [*SMALL, "-j", "0", "--checkpoint-dir", str(tmp_path / "c"), *flags]
@@ -53,8 +50,9 @@ CASES = {
     "-a tests.nets:wrong_head": "gives (1, 11) for one image, not scores [1, 10]",
     "--pretrained": "--pretrained is for torchvision's models",
     "--epoch-count 3": "unrecognized arguments: --epoch-count 3 (see --help)",
-    "--print-freq 0": "argument -p/--print-freq: must be 1 or more, not 0 (",
+    "--print-freq 0": "argument -p/--print-freq: must be 1 or more, not 0 (see --help)",
     "--lr nan": "argument --lr: must be 0 or more, not nan (",
+    "--lr inf": "argument --lr: must be 0 or more, not inf (",
     "--seed -1": "argument --seed: must be between 0 and 9",
     "--dist-timeout 1e15": "argument --dist-timeout: invalid int value: '1e15'",
     "--resume=": "--resume is empty: is a variable not set? (see --help)",
@@ -76,9 +74,8 @@ def test_flags(flags, mistake, work, monkeypatch):
 
 def test_no_network_for_pretrained_weights(mistake, tmp_path, monkeypatch):
     """The proxy is a port that nobody listens at."""
-    env = {"https_proxy": "http://127.0.0.1:9", "TORCH_HOME": str(tmp_path)}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     file = "resnet18-f37072fd.pth"
     before = f'Downloading: "https://download.pytorch.org/models/{file}" to {tmp_path}/hub'
     before += f"/checkpoints/{file}\n"  # torch says so

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,19 +12,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.metrics import AverageMeter
 from common.report import ProgressMeter, json_line, print_banner, print_end, print_epoch
-from tests.runs import Images, opened, parts, read, write
-
-
-def progress_of(folder):
-    run = read(folder, None)
-    meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
-    run.attach(*parts()[:3], meters)
-    return run, ProgressMeter(run, end=30)
+from tests.runs import Images, opened, parts, read, two_groups, write
 
 
 def test_the_line_of_a_step(capsys, tmp_path):
     """Where there is no terminal: tests/run/test_screen.py has one."""
-    run, progress = progress_of(tmp_path)
+    run = read(tmp_path, None)
+    meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
+    run.attach(*parts()[:3], meters)
+    progress = ProgressMeter(run, end=30)
     for run.step in (10, 20):
         progress.update([run.step * 1.5, 500.0, 1000.0])
         progress.display(0.1)
@@ -35,6 +30,9 @@ def test_the_line_of_a_step(capsys, tmp_path):
     run.classes = list("01234")
     progress.display(0.1)
     assert "acc@5" not in capsys.readouterr().out  # of five classes it is always right
+    run.step = 0
+    ProgressMeter(run, end=30)
+    assert {meter.count for meter in meters.values()} == {0}  # of the next epoch
 
 
 def test_what_is_no_number_in_json_is_null():
@@ -46,33 +44,18 @@ def test_what_is_no_number_in_json_is_null():
 @pytest.mark.parametrize("share, length, said", [(0.1, 100, 0), (0.5, 100, 1), (0.5, 50, 0)])
 def test_a_hint_when_images_come_too_slowly(share, length, said, capsys, tmp_path):
     """Not after less than a minute: it mostly waits for the first images."""
-    run, progress = progress_of(tmp_path)
+    run = opened(tmp_path)
+    progress = ProgressMeter(run, end=10)
     assert progress.close(0.0) == {}  # only the validation was left
     progress.start -= length
     run.step = 10
-    progress.update([25.0, 0.0, 0.0])
+    progress.update([25.0])
     row = progress.close(length * share)
     assert ("% of the epoch was spent waiting" in capsys.readouterr().out) == said
-    run.rank = 1
-    assert progress.close(length * share).keys() == row.keys() and not capsys.readouterr().out
     expected = {"images_per_second": 80 / length, "data_time": share, "seconds": length}
     assert row == pytest.approx(expected, 0.1)
-
-
-def test_the_meters_of_a_resumed_epoch_go_on(tmp_path):
-    run = opened(tmp_path)
-    progress = ProgressMeter(run, end=10)
-    run.step = 4
-    progress.update([20.0])
-    run.save()
-    run = opened(tmp_path)
-    progress, meter = ProgressMeter(run, end=10), run.meters["loss"]
-    run.step = 6
-    progress.update([10.0])
-    assert (meter.val, meter.avg, meter.count) == (5.0, 5.0, 6)
-    run.epoch, run.step = 1, 0
-    ProgressMeter(run, end=10)
-    assert (meter.sum, meter.count) == (0.0, 0)
+    run.rank = 1
+    assert progress.close(length * share).keys() == row.keys() and not capsys.readouterr().out
 
 
 # What is said at the end of an epoch, and of a run.
@@ -119,21 +102,6 @@ def test_the_line_of_an_epoch_that_is_cut_and_of_one_that_lacked_its_validation(
     assert said.startswith("epoch 1/9999  loss ") and "left" not in said
 
 
-def test_positions_count_epochs_from_one_and_name_an_end(tmp_path):
-    stop = SimpleNamespace(agreed=False)
-    run = opened(tmp_path)
-    assert run.place() == "epoch 1 step 0"
-    epochs = run.remaining(stop)
-    next(epochs)
-    run.step = 10
-    assert run.place() == "epoch 1 step 10"  # it is not validated
-    run.end_epoch(1.0)
-    assert run.place() == "the end of epoch 1"
-    next(epochs)
-    run.step = 1
-    assert run.place() == "epoch 2 step 1"
-
-
 def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
     """Also by a process that only finds all done."""
     monkeypatch.chdir(tmp_path)
@@ -145,41 +113,43 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
     run.began -= 7200
     capsys.readouterr()
     print_end(run)
+    print_end(opened("c", epochs=5))
     done, *others = capsys.readouterr().out.splitlines()
     assert done == "done in 2:00:00, after 3 of 5 epochs"
-    assert others == [
+    best = [
         "best: 70.000 in epoch 2, saved as c/model_best.pth",
         "to evaluate it, add to the command: --evaluate --resume c/model_best.pth",
     ]
-    print_end(opened("c", epochs=5))
-    assert capsys.readouterr().out.splitlines() == others
+    assert others == best * 2
 
 
 def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
     run = opened(tmp_path / "c")
-    run.step = 4
+    run.step = 10  # it is not validated
     print_end(run)
-    assert capsys.readouterr().out == "stopped at epoch 1 step 4, saved: --resume auto goes on\n"
+    assert capsys.readouterr().out == "stopped at epoch 1 step 10, saved: --resume auto goes on\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     print_end(run)
     assert "\ntorchrun reports every stop as below: that is no error\n\n" in capsys.readouterr().out
     failure = ProcessFailure(0, 1, 75, str(tmp_path / "error.json"))  # torchrun's own
-    assert failure.message["message"].startswith("stopped at epoch 1 step 4, saved")
+    assert failure.message["message"].startswith("stopped at epoch 1 step 10, saved")
     assert 0 <= time.time() - failure.timestamp < 60
 
 
 # What is said first.
 
 
-def banner(run, capsys, example=None):
-    example = torch.zeros(1, 3, 24, 24) if example is None else example
+def banner(run, capsys, example):
     print_banner(run, Images(), Images(16), example, "gloo", torch.device("cpu"))
     return capsys.readouterr().out
 
 
+IMAGE, TOKENS = torch.zeros(1, 3, 24, 24), torch.zeros(1, 9, dtype=torch.int64)
+
+
 def test_the_banner_of_a_new_run(tmp_path, capsys):
-    first, threads, *lines = banner(opened(tmp_path, workers=3), capsys).splitlines()
+    first, threads, *lines = banner(opened(tmp_path, workers=3), capsys, IMAGE).splitlines()
     assert re.search(r": processes: 1, gloo, cpu, fp32, torch \d", first)
     assert re.fullmatch(r"each process: threads: \d+, loader workers: 3", threads)
     assert lines == [
@@ -188,22 +158,20 @@ def test_the_banner_of_a_new_run(tmp_path, capsys):
         f"checkpoints go to {tmp_path}",
         "no checkpoint was read",
     ]
-    said = banner(opened(tmp_path / "b", None, lr=3.2), capsys)
+    said = banner(opened(tmp_path / "b", None, lr=3.2, warmup_epochs=9999), capsys, IMAGE)
     assert "learning rate 0.1 = 3.2 x 8 / 256" in said and "no checkpoint" not in said
+    assert "\nwarning: --warmup-epochs is not less than --epochs: the rate only rises" in said
 
 
 def test_the_banner_is_true_of_a_copy(tmp_path, capsys):
     """With tokens instead of images, groups with rates of their own, fewer flags."""
     run = read(tmp_path, None)
-    net, _, scaler, meters = parts()
-    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[4].parameters()}]
-    run.attach(net, torch.optim.AdamW(groups, lr=0.5), scaler, meters)
+    run.attach(*two_groups(torch.optim.AdamW))
     for name in ("lr", "warmup_epochs", "pretrained"):
         delattr(run.args, name)
-    tokens = torch.zeros(1, 9, dtype=torch.int64)
-    said = banner(run, capsys, tokens)
-    assert "80 items of [9] to train" in said and "; learning rate 0.01, 0.5\n" in said
-    assert "80 items to train" in banner(run, capsys, {"ids": tokens})
+    said = banner(run, capsys, TOKENS)
+    assert "80 items of [9] to train" in said and "; learning rate 0.01, 0.1\n" in said
+    assert "80 items to train" in banner(run, capsys, {"ids": TOKENS})
 
 
 def test_the_banner_of_a_resumed_run(tmp_path, capsys):
@@ -211,15 +179,16 @@ def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     (tmp_path / "checkpoint.pth").write_bytes(b"damaged")
     run = read(tmp_path, world_size=2, seed=5, evaluate=True)
     run.attach(*parts())
-    assert banner(run, capsys).splitlines()[4:] == [
+    assert banner(run, capsys, IMAGE).splitlines()[4:] == [
         f"{tmp_path}/checkpoint.pth is damaged (BadZipFile: File is not a zip file)",
         f"resumed from {tmp_path}/checkpoint.prev.pth at the end of epoch 1",
         "  changed: seed 0 -> 5",
         "  changed: world_size 1 -> 2",
     ]
     run = opened(tmp_path, epochs=1)
-    assert banner(run, capsys).endswith("nothing left to train: 10 of 10 steps are done\n")
+    done = "nothing left to train: 10 of 10 steps are done"
+    assert banner(run, capsys, IMAGE).endswith(f"{done}\n")
     run.end()
     run.save()
-    said = banner(opened(tmp_path, epochs=1), capsys)
-    assert said.endswith("10 of 10 steps are done, and it was ended early\n")
+    said = banner(opened(tmp_path, epochs=1), capsys, IMAGE)
+    assert said.endswith(f"{done}, and it was ended early\n")

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -83,37 +81,27 @@ def test_processes_per_task(tasks, visible, on_node, nprocs, share, expected):
         assert processes_per_task(tasks, visible, on_node, nprocs, share) == expected
 
 
-def agreed(folder, counts, *environments):
-    """What tasks of these environments say, or raise, that start so many processes each."""
-
-    def call(count, environment):
-        made = task(str(folder / "file"), NTASKS=2, **environment)
-        try:
-            made.agree(count, seconds=20)
-        except ValueError as error:
-            return str(error)
-        copy = pickle.loads(pickle.dumps(made))  # as mp.spawn does
-        assert copy.open_store(20).get("nprocs") == str(copy.nprocs).encode()
-        return made, (copy.rank, copy.local_rank, copy.world_size, copy.local_world_size)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(call, counts, environments))
-
-
-@pytest.mark.parametrize(("more_cores", "sharers"), [(0, 2), (1, 1)])
+@pytest.mark.parametrize("more_cores, sharers", [(0, 2), (1, 1)])
 def test_a_task_for_each_process(more_cores, sharers, tmp_path, monkeypatch):
     """Cores that are the task's own are not divided among the tasks of the node."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     cores = len(os.sched_getaffinity(0)) + more_cores
-    node = {"STEP_TASKS_PER_NODE": "2", "CPUS_ON_NODE": cores}
-    tasks = [node | {"PROCID": number, "LOCALID": number} for number in range(2)]
-    ranks = [ranks for _, ranks in agreed(tmp_path, [None, None], *tasks)]
-    assert ranks == [(0, 0, 2, sharers), (1, 1, 2, sharers)]
+    node = {"STEP_TASKS_PER_NODE": "2", "CPUS_ON_NODE": cores, "NTASKS": 2}
+    tasks = [task(tmp_path / "file", PROCID=i, LOCALID=i, **node) for i in range(2)]
+    for number, made in enumerate(tasks):
+        made.agree(seconds=20)
+        copy = pickle.loads(pickle.dumps(made))  # as mp.spawn does
+        assert copy.open_store(20).get("nprocs") == b"1"
+        ranks = copy.rank, copy.local_rank, copy.world_size, copy.local_world_size
+        assert ranks == (number, number, 2, sharers)
 
 
 def test_nodes_that_would_start_different_numbers_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    tasks = [{"STEP_TASKS_PER_NODE": "1(x2)", "PROCID": i, "LOCALID": 0} for i in range(2)]
-    (_, ranks), error = agreed(tmp_path, [4, 2], *tasks)
-    assert ranks[:3] == (0, 0, 8)
-    assert re.fullmatch(r"task 1 would start 2 processes and task 0 4: take nodes with .*", error)
+    node = {"STEP_TASKS_PER_NODE": "1(x2)", "NTASKS": 2, "LOCALID": 0}
+    first, second = (task(tmp_path / "file", PROCID=i, **node) for i in range(2))
+    first.agree(4, seconds=20)
+    assert (first.rank, first.local_rank, first.world_size) == (0, 0, 8)
+    message = "^task 1 would start 2 processes and task 0 4: take nodes with as many GPUs each"
+    with pytest.raises(ValueError, match=message):
+        second.agree(2, seconds=20)
