@@ -330,8 +330,11 @@ def check_whole(file):
                 raise zipfile.BadZipFile("a checksum does not match")
     except Exception as error:  # each kind of damage raises another one
         file.seek(0)
-        while file.read(1 << 24):
-            pass  # zipfile takes a disk's error for damage, here it is raised
+        try:
+            while file.read(1 << 24):
+                pass
+        except OSError as disk:  # which zipfile takes for damage
+            raise OSError(f"cannot read {file.name}: {disk}") from None
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
 
 
