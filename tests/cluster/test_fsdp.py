@@ -1,22 +1,11 @@
 """fsdp_distributed.py: the training of distributed.py, with weights and momentum in parts."""
 
 import shutil
-import socket
 
 import pytest
-from conftest import (
-    PYTHON,
-    ROOT,
-    Job,
-    assert_close,
-    load,
-    rows,
-    run,
-    same_state,
-    torchrun,
-)
+from conftest import ONE_THREAD, PYTHON, ROOT, assert_close, load, rows, run, same_state, torchrun
 
-from tests.launched import FLAGS, straight
+from tests.launched import FLAGS, SMOOTH, straight
 
 SCRIPT = "fsdp_distributed.py"
 
@@ -49,16 +38,16 @@ def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_p
     assert same_state(load(tmp_path / "ddp"), load(tmp_path / "fsdp"))
 
 
+# Four processes that take themselves for two nodes of two.
+NODES = f'LOCAL_RANK=$((RANK % 2)) LOCAL_WORLD_SIZE=2 exec {PYTHON} {ROOT / SCRIPT} "$@"'
+
+
 @pytest.mark.full
 def test_nodes_keep_a_copy_each(work, tmp_path):
-    """Two nodes of two processes: parts of halves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    node = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d".split()
-    node += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes"]
-    smooth = ["--arch", "tests.nets:smooth"]  # trains the same with any number of processes
-    flags = [*FLAGS, *smooth, "--checkpoint-dir", tmp_path / "c"]
-    jobs = [Job([PYTHON, *node, ROOT / SCRIPT, *flags], work) for _ in "01"]
-    assert "processes: 4, gloo, cpu" in "".join(job.finish() for job in jobs)
-    assert_close(load(tmp_path / "c"), load(straight("distributed", work, *smooth)))
+    """Parts of halves."""
+    flags = [*FLAGS, *SMOOTH, "--checkpoint-dir", tmp_path / "c"]
+    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    nodes = ["--no-python", "bash", "-c", NODES, "nodes"]
+    output = run([*launcher, *nodes, *flags], work, env=ONE_THREAD)
+    assert "processes: 4, gloo, cpu" in output
+    assert_close(load(tmp_path / "c"), load(straight("distributed", work, *SMOOTH)))

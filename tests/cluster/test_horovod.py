@@ -13,6 +13,7 @@ from conftest import (
     ONE_THREAD,
     PYTHON,
     ROOT,
+    full,
     load,
     python,
     rows,
@@ -21,7 +22,7 @@ from conftest import (
     torchrun,
 )
 
-from tests.launched import FLAGS, same_run, straight
+from tests.launched import FLAGS, IN_ROOT, same_run, straight
 
 # In CI a missing Horovod fails the tests: they start a horovodrun that is not there.
 pytestmark = pytest.mark.skipif(
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.skipif(
 )
 SCRIPT = ROOT / "horovod_distributed.py"
 INSTALL = ROOT / "tools/install_horovod.sh"
-IN_ROOT = ONE_THREAD | {"PYTHONPATH": str(ROOT)}
 # It would look whether to take the step: the scaler reads no number, for which the host would wait.
 NO_LOOK = """
 import runpy, sys, torch
@@ -40,14 +40,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "more", ["", pytest.param("--precision fp16", marks=pytest.mark.full)], ids=["fp32", "fp16"]
-)
-def test_is_the_same_as_ddp(more, work, tmp_path):
-    flags = [*FLAGS, *more.split(), "--checkpoint-dir", tmp_path / "c"]
-    output = run([*HOROVODRUN, "-c", NO_LOOK, SCRIPT, *flags], work, env=IN_ROOT)
+@pytest.mark.parametrize("precision", ["fp32", full("fp16")])
+def test_is_the_same_as_ddp(precision, work, tmp_path):
+    more = ["--precision", "fp16"] if precision == "fp16" else []
+    flags = [*FLAGS, *more, "--checkpoint-dir", tmp_path / "c"]
+    output = run([*HOROVODRUN, "-c", NO_LOOK, SCRIPT, *flags], work, env=ONE_THREAD | IN_ROOT)
     assert "UserWarning" not in output
-    same_run(tmp_path / "c", straight("distributed", work, *more.split()))
+    same_run(tmp_path / "c", straight("distributed", work, *more))
 
 
 @pytest.mark.full
@@ -63,9 +62,9 @@ def test_is_the_same_as_ddp_in_channels_last(work, tmp_path):
 def test_fp16_allreduce_trains(work, tmp_path):
     flags = [*FLAGS, "--fp16-allreduce", "--checkpoint-dir", tmp_path / "c"]
     run([*HOROVODRUN, SCRIPT, *flags], work, env=ONE_THREAD)
-    half, whole = (load(x)["state_dict"] for x in (tmp_path / "c", straight("distributed", work)))
-    assert not half["0.weight"].equal(whole["0.weight"])  # it was rounded on its way
-    assert half["0.weight"].allclose(whole["0.weight"], atol=1e-2)
+    folders = tmp_path / "c", straight("distributed", work)
+    half, whole = (load(folder)["state_dict"]["0.weight"] for folder in folders)
+    assert not half.equal(whole) and half.allclose(whole, atol=1e-2)  # it was rounded on its way
     assert rows(tmp_path / "c")[-1]["acc1"] > 60
 
 
