@@ -77,6 +77,14 @@ def _straight(name, work, more):
     return folder
 
 
+def ends_as_straight(name, folder, work, *more):
+    """A resume goes on where the run stood, to the end of one without a fault, to the bit."""
+    state = load(folder)
+    output = resume(name, folder, work, *more)
+    assert resumed_where_it_stood(output, state), output
+    same_run(folder, straight(name, work))
+
+
 def same_run(folder, reference):
     for name in ("checkpoint.pth", "model_best.pth"):
         assert same_state(load(folder, name), load(reference, name))

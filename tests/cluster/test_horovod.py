@@ -13,7 +13,6 @@ from conftest import (
     ONE_THREAD,
     PYTHON,
     ROOT,
-    full,
     load,
     python,
     rows,
@@ -40,9 +39,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", full("fp16")])
-def test_is_the_same_as_ddp(precision, work, tmp_path):
-    more = ["--precision", "fp16"] if precision == "fp16" else []
+def test_is_the_same_as_ddp_in_fp16(work, tmp_path):
+    """In fp32: tests/run/test_resume.py."""
+    more = ["--precision", "fp16"]
     flags = [*FLAGS, *more, "--checkpoint-dir", tmp_path / "c"]
     output = run([*HOROVODRUN, "-c", NO_LOOK, SCRIPT, *flags], work, env=ONE_THREAD | IN_ROOT)
     assert "UserWarning" not in output

@@ -14,31 +14,28 @@ from benchmarks.loader import NAMES
 from tests.launched import IN_ROOT
 
 PATIENCE = 400  # seconds: several processes import torch at the same time
-# Flags; by which keys the runs are told apart, which these are, and what is measured of each.
+STRATEGIES = ["distributed", "multiprocessing"]
+# Flags; what is compared, as its files and its name; and what is measured of each.
 BENCHMARKS = {
     "loader": (
         "--images 64 --batch-size 16 --image-size 32 --rounds 1 --seconds 0",
-        ["name"],
-        [(name,) for name in NAMES.values()],
+        [(None, name) for name in NAMES.values()],
         ["images_per_second"],
     ),
     "step": (
         "--rounds 2 --steps 1 --batch-size 4 --image-size 32",
-        ["name"],
-        [("script",), ("bare",), ("plain",)],
+        [(None, "script"), (None, "bare"), (None, "plain")],
         ["ms", "peak_memory_mb"],
     ),
     "scale": (
         "--rounds 1 --files 100 300 --classes 10 --batch-size 20 --workers 1",
-        ["files", "name"],
         [*itertools.product([100, 300], ["usual recipe", "ours", "ours, an archive"])],
         ["start_s", "us_per_image", "worker_private_mb"],
     ),
     "strategies": (
         "--images 64 --batch-size 16 --image-size 24 --epochs 2 --rounds 1 "
-        "--arch benchmarks.models:tiny --processes 2 --only distributed multiprocessing",
-        ["bound", "strategy"],
-        [*itertools.product(["loader", "compute"], ["distributed", "multiprocessing"])],
+        f"--arch benchmarks.models:tiny --processes 2 --only {' '.join(STRATEGIES)}",
+        [*itertools.product(["loader", "compute"], STRATEGIES)],
         ["images_per_second", "seconds_per_epoch"],
     ),
 }
@@ -59,17 +56,20 @@ def folder(work, tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_writes_what_it_measured(name, folder):
-    flags, keys, expected, measured = BENCHMARKS[name]
+    flags, expected, measured = BENCHMARKS[name]
     words = [*flags.split(), "--out", str(folder / "out")]
     output = run(command(name, *words), folder, PATIENCE, env=IN_ROOT)
     results = json.loads((folder / "out" / f"{name}.json").read_text())
     typed = ["python", *command(name, *words)[1:]]
     assert shlex.split(results["command"]) == typed and f"{name}.json" in output
     assert results["hardware"] and {"python", "torch", "torchvision"} <= results["versions"].keys()
-    found = [tuple(run[key] for key in keys) for run in results["runs"]]
+    found = [
+        (one.get("files") or one.get("bound"), one.get("name") or one.get("strategy"))
+        for one in results["runs"]
+    ]
     assert found[: len(expected)] == expected  # loaders of others come after them, if installed
-    for run_, key in itertools.product(results["runs"], measured):
-        assert (run_[key]["median"] if isinstance(run_[key], dict) else run_[key]) > 0
+    for one, key in itertools.product(results["runs"], measured):
+        assert (one[key]["median"] if isinstance(one[key], dict) else one[key]) > 0
     if name == "strategies":
         with Image.open(folder / "out/strategies.png") as image:
             assert 800 <= image.width <= 1000 and image.height > 150

@@ -18,6 +18,7 @@ from tests.launched import (
     SCRIPTS,
     SLOW,
     at_step,
+    ends_as_straight,
     processes,
     resume,
     same_run,
@@ -38,8 +39,7 @@ def test_a_stopped_process_is_missed(name, work, tmp_path):
     assert name == "horovod" or re.search(r"rank \d did not respond", output), output
     os.kill(stopped, signal.SIGCONT)  # a launcher's SIGTERM does not end what is suspended
     job.finish(code=1, timeout=60)
-    resume(name, tmp_path / "c", work)
-    same_run(tmp_path / "c", straight(name, work))
+    ends_as_straight(name, tmp_path / "c", work)
 
 
 def test_a_run_that_waits_for_images_ends(work, tmp_path):
@@ -75,8 +75,7 @@ def test_two_hosts_lose_each_other(work, tmp_path):
     # torchrun repeats it further to the right.
     said = [re.findall(r"^rank \d failed at epoch 1 step \d+: .*", x, re.M) for x in outputs]
     assert len(said[0]) == len(said[1]) == 1 and "rank 1 did not respond" in said[0][0], outputs
-    resume("distributed", tmp_path / "c", work)
-    same_run(tmp_path / "c", straight("distributed", work))
+    ends_as_straight("distributed", tmp_path / "c", work)
 
 
 @pytest.mark.soak

@@ -9,17 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import (
-    HOROVODRUN,
-    ONE_THREAD,
-    PYTHON,
-    Job,
-    assert_close,
-    full,
-    load,
-    rows,
-    torchrun,
-)
+from conftest import HOROVODRUN, ONE_THREAD, PYTHON, Job, assert_close, full, load, rows, torchrun
 
 from tests.launched import (
     FLAGS,
@@ -27,6 +17,7 @@ from tests.launched import (
     SCRIPTS,
     SMOOTH,
     at_step,
+    ends_as_straight,
     processes,
     resume,
     resumed_where_it_stood,
@@ -64,9 +55,7 @@ def test_killed_and_resumed_is_straight_through(name, work, tmp_path):
     assert second["epoch"] == 0 and second["step"] > first["step"]
 
     before = leaked_shared_memory()  # SIGKILL may come before torch has unlinked what it made
-    output = resume(name, folder, work)
-    assert resumed_where_it_stood(output, second), output
-    same_run(folder, straight(name, work))
+    ends_as_straight(name, folder, work)
     assert leaked_shared_memory() <= before
 
 
@@ -81,10 +70,8 @@ def test_a_folder_has_one_run_until_that_is_killed(work, tmp_path):
     assert again.finish(code=2) == error
     job.kill()
     job.wait(60)
-    state = load(folder)
-    assert state["epoch"] == 1
-    assert resumed_where_it_stood(resume("alone", folder, work, "-j", "2"), state)
-    same_run(folder, straight("alone", work))
+    assert load(folder)["epoch"] == 1
+    ends_as_straight("alone", folder, work, "-j", "2")
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.pth")}
     assert "nothing left to train: 45 of 45 steps are done" in resume("alone", folder, work)
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*.pth")}

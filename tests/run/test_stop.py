@@ -9,18 +9,7 @@ import time
 import pytest
 from conftest import ONE_THREAD, Job, full, load, rows
 
-from tests.launched import (
-    FLAGS,
-    SCRIPTS,
-    SLOW,
-    at_step,
-    processes,
-    resume,
-    resumed_where_it_stood,
-    same_run,
-    start,
-    straight,
-)
+from tests.launched import FLAGS, SCRIPTS, SLOW, at_step, ends_as_straight, processes, start
 
 SIGNALS = {
     # who gets it, which signal, and the exit code of what the user has started
@@ -68,9 +57,7 @@ def test_a_signal_saves_and_stops(case, work, tmp_path):
     assert 4 <= state["epoch"] * 29 + state["step"] < 45
     assert not list(folder.glob("*.tmp"))
     if case in (QUICK[1], "one rank of FSDP"):  # what the others save is the same
-        output = resume(name, folder, work)
-        assert resumed_where_it_stood(output, state), output
-        same_run(folder, straight(name, work))
+        ends_as_straight(name, folder, work)
 
 
 @pytest.mark.full
