@@ -20,6 +20,7 @@ from tests.launched import (
     SLOW,
     at_step,
     cmdline,
+    ends_as_straight,
     processes,
     resumed_where_it_stood,
     same_run,
@@ -89,6 +90,17 @@ def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_pa
     assert resumed_where_it_stood(output, state)
     same_run(tmp_path / "c", straight("distributed", work))
     assert [*tmp_path.glob("file.*")] == stale and len(stale) == ("--dist-file" in command)
+
+
+@pytest.mark.full
+def test_sigusr1_to_srun_saves_and_ends_all(work, tmp_path):
+    """Not SIGTERM: for that srun kills the tasks at once. distributed.py goes on."""
+    flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c"]
+    job = Job(srun("-N2 --gres gpu:1", *flags), work, ONE_THREAD | SLOW)
+    at_step(job, 7)
+    job.process.send_signal(signal.SIGUSR1)
+    assert "saved: --resume auto goes on" in job.finish(code=75)
+    ends_as_straight("distributed", tmp_path / "c", work)
 
 
 COMMANDS = sorted(
