@@ -158,7 +158,7 @@ class Job:
         assert returned == code, f"{self.process.args} ended with {returned}:\n{output}"
         return output
 
-    def wait_for(self, pattern, timeout=60):
+    def wait_for(self, pattern, timeout=120):
         """Read the output until a line matches; returns what was read."""
         seen, deadline = "", time.monotonic() + timeout
         while line := self.line(deadline):

@@ -89,17 +89,17 @@ def test_two_pods_train_are_replaced_and_go_on(work, tmp_path):
     with Pods(folder, work / "data/digits") as pods:
         pods.know()  # there are no names yet: the name server knows a pod when it runs
         jobs = {1: pods.create(1)}
-        jobs[1].wait_for(HOSTNAMES[0], 60)  # torch warns that it cannot resolve this name
+        jobs[1].wait_for(HOSTNAMES[0])  # torch warns that it cannot resolve this name
         pods.know(0, 1)
         jobs[0] = pods.create(0)
-        assert "processes: 2, gloo" in jobs[0].wait_for(STEP, 120)
+        assert "processes: 2, gloo" in jobs[0].wait_for(STEP)
         for leaving in ([1], [0, 1]):  # one is evicted; then the whole job is
             for index in leaving:
                 terminate(jobs[index])
             output, _ = [jobs[index].finish(1, GRACE) for index in (0, 1)]
             (place,) = re.findall(r"^stopped at (.*), saved: --resume auto goes on$", output, re.M)
             jobs = {index: pods.create(index) for index in (1, 0)}
-            output = jobs[0].wait_for(STEP, 120)
+            output = jobs[0].wait_for(STEP)
             assert f"resumed from {folder}/checkpoints/checkpoint.pth at {place}\n" in output
         pods.brake.unlink()
         for job in jobs.values():
