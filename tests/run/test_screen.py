@@ -167,8 +167,8 @@ def test_a_stop_an_error_and_a_resume(terminal, tmp_path):
     assert run.process.returncode == 1
     (error, *_, repeated) = [line for line in lines if "holds a run" in line]
     assert error.startswith("error: ") and repeated.strip() == f"traceback : {error}"
-    below = lines[lines.index(error) :]
-    assert sum(1 + len(line) // 120 for line in below) < 24  # torchrun has not pushed it away
+    below = lines[lines.index(repeated) :]
+    assert sum(1 + len(line) // 120 for line in below) < 24  # it is on the screen
     assert f"\r\x1b[K\x1b[31m{error}\x1b[0m".encode() in run.raw
 
     last = state["epoch"] * 29 + state["step"] + 5
