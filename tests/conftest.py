@@ -22,6 +22,8 @@ import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+# As if its environment was active.
+ACTIVE = {"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"}
 # What is started under nohup, or behind a shell, as the tests may be, ignores these otherwise.
 HEAR_SIGNALS = ["env", "--default-signal=HUP,INT"]
 # What torchrun sets for two processes and the other launchers do not: sums in one order.
@@ -87,7 +89,7 @@ class Job:
     def __init__(self, command, cwd, env=None):
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        clean = without_launchers(os.environ)
+        clean = without_launchers(os.environ) | ACTIVE
         if not self.gpu:  # what the tests hold to the bit is bits of CPUs
             clean["CUDA_VISIBLE_DEVICES"] = ""
         clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}

@@ -143,8 +143,7 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
     (tmp_path / SCRIPT.name).symlink_to(SCRIPT)
     edit = "--nodes=2 --gpus-per-node=1 --cpus-per-task=2".split()
     submit = ["sbatch", *edit, ROOT / "distributed_slurm.sbatch", *FLAGS, *long]
-    path = os.path.dirname(PYTHON) + ":" + os.environ["PATH"]
-    job = Job([*submit, "--dist-file", "file"], tmp_path, ONE_THREAD | {"PATH": path})
+    job = Job([*submit, "--dist-file", "file"], tmp_path, ONE_THREAD)
     number = re.search(r"job (\d+)", job.wait_for("Submitted batch job"))[1]
     output = tmp_path / f"imagenet-{number}.out"
 

@@ -15,9 +15,9 @@ import time
 import pyte
 import pytest
 from conftest import (
+    ACTIVE,
     HEAR_SIGNALS,
     ONE_THREAD,
-    PYTHON,
     load,
     python,
     rows,
@@ -42,11 +42,10 @@ class Terminal:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         clean = without_launchers(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
-        clean["PATH"] = f"{os.path.dirname(PYTHON)}:{clean['PATH']}"
         self.process = subprocess.Popen(
             [*HEAR_SIGNALS, *map(str, command)],
             cwd=cwd,
-            env=clean | ONE_THREAD | env,
+            env=clean | ACTIVE | ONE_THREAD | env,
             stdin=slave,
             stdout=slave,
             stderr=slave,
