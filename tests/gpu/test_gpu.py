@@ -40,7 +40,8 @@ def test_prefetcher_equals_the_plain_path_to_the_bit():
     """Over many batches, with a consumer that keeps the GPU busy and lets go of each batch."""
     device = torch.device("cuda")
     images = torch.randint(0, 256, (8, 32, 3, 96, 96), dtype=torch.uint8).pin_memory()
-    batches = [(batch, torch.arange(32).pin_memory()) for batch in images] * 25
+    targets = torch.randint(0, 10, (8, 32)).pin_memory()
+    batches = [*zip(images, targets, strict=True)] * 25
     mean, std = torch.tensor([MEAN, STD], dtype=torch.float64, device=device).view(2, 1, 3, 1, 1)
     shift, scale = (-mean / std).float(), (1 / (255 * std)).float()
     work = torch.randn(2048, 2048, device=device)
@@ -140,12 +141,6 @@ def test_batches_stay_as_they_are(workers):
             assert all(images.is_pinned() == (device.type == "cuda") for images, _ in held)
             batches[device.type] += [images.flatten().tolist() for images, _ in held]
     assert batches["cpu"] == batches["cuda"] and len(batches["cpu"]) == 60
-
-
-def test_more_processes_than_gpus(work):
-    count = torch.cuda.device_count()
-    output = run([*torchrun(count + 1), *SMALL, "-b", str(count + 1)], work, code=1)
-    assert f"error: {count + 1} processes on a node with {count} GPUs: start {count}, or" in output
 
 
 def test_sync_bn_of_two_processes_is_batchnorm_of_one(work, tmp_path):
