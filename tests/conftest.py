@@ -22,6 +22,8 @@ import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+# As if its environment was active.
+ACTIVE = {"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"}
 # What is started under nohup, or behind a shell, as the tests may be, ignores these otherwise.
 HEAR_SIGNALS = ["env", "--default-signal=HUP,INT"]
 # What torchrun sets for two processes and the other launchers do not: sums in one order.
@@ -31,12 +33,11 @@ SMALL = "--arch tests.nets:plain --image-size 24 --batch-size 48 --epochs 2".spl
 
 
 def python(script="distributed.py"):
-    """The command for one process."""
     return [PYTHON, str(ROOT / script)]
 
 
 def torchrun(processes, script="distributed.py", *flags):
-    """The command for `processes` processes on this machine; flags: more of torchrun's own."""
+    """flags: more of torchrun's own."""
     launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, f"--nproc-per-node={processes}", *flags, str(ROOT / script)]
 
@@ -47,7 +48,7 @@ def without_launchers(env):
 
 
 def full(*parameters):
-    """A set of parameters for --all alone."""
+    """Parameters of a test that only --all runs."""
     return pytest.param(*parameters, marks=pytest.mark.full)
 
 
@@ -88,7 +89,7 @@ class Job:
     def __init__(self, command, cwd, env=None):
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        clean = without_launchers(os.environ)
+        clean = without_launchers(os.environ) | ACTIVE
         if not self.gpu:  # what the tests hold to the bit is bits of CPUs
             clean["CUDA_VISIBLE_DEVICES"] = ""
         clean |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", name: value}
@@ -156,11 +157,10 @@ class Job:
     def finish(self, code=0, timeout=150):
         """As wait(), for an end with this exit code; returns the output alone."""
         returned, output = self.wait(timeout)
-        command = self.process.args
-        assert returned == code, f"{command} ended with {returned}, not {code}:\n{output}"
+        assert returned == code, f"{self.process.args} ended with {returned}:\n{output}"
         return output
 
-    def wait_for(self, pattern, timeout=60):
+    def wait_for(self, pattern, timeout=120):
         """Read the output until a line matches; returns what was read."""
         seen, deadline = "", time.monotonic() + timeout
         while line := self.line(deadline):
@@ -171,7 +171,7 @@ class Job:
         pytest.fail(f"{pattern!r} not in the output of {self.process.args}:\n{seen}")
 
     def line(self, deadline):
-        """The next line, or "" when there is none until then, by time.monotonic(), or any more."""
+        """The next line; "" at the end of all, or when time.monotonic() is past the deadline."""
         try:
             return self.lines.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
@@ -203,38 +203,32 @@ def load(folder, name="checkpoint.pth"):
 def rows(folder, timings=True):
     """The lines of metrics.jsonl as dicts."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    if not timings:
-        for line in lines:
-            for key in ("images_per_second", "data_time", "seconds"):
-                line.pop(key, None)  # not known where only the validation was done
-    return lines
+    times = () if timings else ("images_per_second", "data_time", "seconds")
+    return [{key: value for key, value in line.items() if key not in times} for line in lines]
+
+
+def tensors(checkpoint):
+    """Weights, buffers and momentum, by their names."""
+    state = checkpoint["optimizer"]["state"]
+    assert state
+    return checkpoint["state_dict"] | {i: state[i]["momentum_buffer"] for i in state}
 
 
 def same_state(a, b):
-    """Whether two checkpoints hold the same to the bit: weights, buffers, momentum, meters."""
-    weights, others = a["state_dict"], b["state_dict"]
-    momentum, other = a["optimizer"]["state"], b["optimizer"]["state"]
-    assert momentum and momentum.keys() == other.keys() and weights.keys() == others.keys()
-    same = [weights[key].equal(others[key]) for key in weights]
-    same += [momentum[i]["momentum_buffer"].equal(other[i]["momentum_buffer"]) for i in momentum]
-    keys = ("epoch", "step", "best_acc1", "meters", "scaler")
-    return all(same) and all(a[key] == b[key] for key in keys)
+    """Whether two checkpoints hold the same to the bit: tensors, meters, the loss scale."""
+    mine, its = tensors(a), tensors(b)
+    same = mine.keys() == its.keys() and all(mine[name].equal(its[name]) for name in mine)
+    return same and all(a[k] == b[k] for k in ("epoch", "step", "best_acc1", "meters", "scaler"))
 
 
 def assert_close(a, b, atol=1e-5, rtol=1e-4):
-    """Two checkpoints stand at one place, with one state to rounding: weights, buffers, momentum.
+    """Two checkpoints stand at one place, and their tensors are the same but for rounding.
 
     The sums of other processes or kernels are added up in another order.
     """
-    assert (a["epoch"], a["step"], a["arch"]) == (b["epoch"], b["step"], b["arch"])
-    assert a["state_dict"].keys() == b["state_dict"].keys()
-    for key, weight in a["state_dict"].items():
-        torch.testing.assert_close(weight, b["state_dict"][key], atol=atol, rtol=rtol)
-    states = a["optimizer"]["state"], b["optimizer"]["state"]
-    assert states[0] and states[0].keys() == states[1].keys()
-    for i, state in states[0].items():
-        momentum = state["momentum_buffer"], states[1][i]["momentum_buffer"]
-        torch.testing.assert_close(*momentum, atol=atol, rtol=rtol)
+    for key in ("epoch", "step", "arch"):
+        assert a[key] == b[key]
+    torch.testing.assert_close(tensors(a), tensors(b), atol=atol, rtol=rtol)
 
 
 def last_result(output):

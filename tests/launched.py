@@ -9,12 +9,26 @@ import os
 import re
 from pathlib import Path
 
-from conftest import HOROVODRUN, ONE_THREAD, ROOT, Job, load, python, rows, same_state, torchrun
+from conftest import (
+    HOROVODRUN,
+    ONE_THREAD,
+    ROOT,
+    Job,
+    load,
+    needs_horovod,
+    python,
+    rows,
+    same_state,
+    torchrun,
+)
 
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
 FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
 FLAGS += "--checkpoint-freq 5 --max-steps 45 -j 1".split()
+# Without BatchNorm: any number of processes trains the same, but for rounding.
+SMOOTH = ["--arch", "tests.nets:smooth"]
 DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
+IN_ROOT = {"PYTHONPATH": str(ROOT)}  # for code that is not beside common/
 # An epoch takes 1.5 s and more: time to see a line and to act.
 SLOW = {"STEP_SECONDS": "0.05"}
 # Slurm's script has tests of its own, on a cluster.
@@ -33,9 +47,15 @@ WARNS = "warn|abort|terminate|Traceback"  # no good run says any of it
 
 
 def start(name, folder, work, *more, env=SLOW):
+    if name == "horovod":
+        needs_horovod()
     command, own = SCRIPTS[name]
-    env = ONE_THREAD | own | env
-    return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, env)
+    return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, ONE_THREAD | own | env)
+
+
+def at_step(job, step, epoch=1):
+    """Wait until this step is done; returns the output so far."""
+    return job.wait_for(rf"epoch {epoch}/\d+ \[{step}/")
 
 
 def resume(name, folder, work, *more):
@@ -55,6 +75,32 @@ def _straight(name, work, more):
     output = start(name, folder, work, *more, env={}).finish()
     assert not re.search(WARNS, output, re.I), output
     return folder
+
+
+def ends_as_straight(name, folder, work, *more):
+    """A resume goes on where the run stood, to the end of one without a fault, to the bit."""
+    state = load(folder)
+    output = resume(name, folder, work, *more)
+    assert resumed_where_it_stood(output, state), output
+    same_run(folder, straight(name, work))
+
+
+def same_run(folder, reference):
+    for name in ("checkpoint.pth", "model_best.pth"):
+        assert same_state(load(folder, name), load(reference, name))
+    assert rows(folder, timings=False) == rows(reference, timings=False)
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(reference))  # no temporary file
+
+
+def resumed_where_it_stood(output, state):
+    """Whether it says so, and its first step is indeed the next one."""
+    place = f"at epoch {state['epoch'] + 1} step {state['step']}"
+    if state["step"] == 0:
+        place = f"at the end of epoch {state['epoch']}"
+    following = divmod(state["epoch"] * 29 + state["step"], 29)  # that of 29 had only no validation
+    first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+)/\d+ \[(\d+)/", output, re.M)
+    goes_on = first and (int(first[1]) - 1, int(first[2]) - 1) == following
+    return goes_on and re.search(rf"resumed from .*/checkpoint(\.prev)?\.pth {place}", output)
 
 
 def cmdline(pid):
@@ -80,21 +126,3 @@ def processes(job):
     workers = [p for p in script if cmdline(parent(p)) == cmdline(p)]
     training = [p for p in script if p not in workers and p != job.process.pid]
     return job.process.pid, training or [job.process.pid], workers
-
-
-def same_run(folder, reference):
-    for name in ("checkpoint.pth", "model_best.pth"):
-        assert same_state(load(folder, name), load(reference, name))
-    assert rows(folder, timings=False) == rows(reference, timings=False)
-    assert sorted(os.listdir(folder)) == sorted(os.listdir(reference))  # no temporary file
-
-
-def resumed_where_it_stood(output, state):
-    """Whether it says so, and its first step is indeed the next one."""
-    place = f"at epoch {state['epoch'] + 1} step {state['step']}"
-    if state["step"] == 0:
-        place = f"at the end of epoch {state['epoch']}"
-    following = divmod(state["epoch"] * 29 + state["step"], 29)  # that of 29 had only no validation
-    first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+)/\d+ \[(\d+)/", output, re.M)
-    goes_on = first and (int(first[1]) - 1, int(first[2]) - 1) == following
-    return goes_on and re.search(rf"resumed from .*/checkpoint(\.prev)?\.pth {place}", output)

@@ -18,6 +18,22 @@ def plain(num_classes):
     )
 
 
+def slowed(net):
+    """Time for a test to act, however fast the machine is.
+
+    A step takes STEP_SECONDS more, or a second while the file BRAKE is there.
+    """
+
+    def wait(net, _):
+        if net.training:
+            braked = os.path.exists(os.environ.get("BRAKE", ""))
+            time.sleep(1 if braked else float(os.environ.get("STEP_SECONDS", 0)))
+
+    if {"BRAKE", "STEP_SECONDS"} & os.environ.keys():
+        net.register_forward_pre_hook(wait)
+    return net
+
+
 def smooth(num_classes):
     """plain() without a ReLU, which rounding can turn on or off.
 
@@ -26,38 +42,15 @@ def smooth(num_classes):
     """
     net = plain(num_classes)
     net[1] = nn.Tanh()
-    return net
-
-
-def braked(num_classes):
-    """smooth() whose steps take a second each while the file BRAKE is there: time to act."""
-    net = smooth(num_classes)
-    net.register_forward_pre_hook(wait)
-    return net
-
-
-def wait(net, _):
-    if net.training and os.path.exists(os.environ.get("BRAKE", "")):
-        time.sleep(1)
+    return slowed(net)
 
 
 def normed(num_classes):
-    """BatchNorm, and dropout: state beside the weights, and random numbers in every step.
-
-    A step takes STEP_SECONDS more, where a test must act before a fast machine is through.
-    """
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 5, stride=2),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4),
-        nn.Flatten(),
-        nn.Dropout(0.2),
-        nn.Linear(128, num_classes),
-    )
-    if seconds := float(os.environ.get("STEP_SECONDS", 0)):
-        net.register_forward_pre_hook(lambda net, _: time.sleep(seconds * net.training))
-    return net
+    """BatchNorm, and dropout: state beside the weights, and random numbers in every step."""
+    layers = list(plain(num_classes))
+    layers.insert(1, nn.BatchNorm2d(8))
+    layers.insert(-1, nn.Dropout(0.2))
+    return slowed(nn.Sequential(*layers))
 
 
 def transformer(num_classes):

@@ -1,22 +1,11 @@
 """fsdp_distributed.py: the training of distributed.py, with weights and momentum in parts."""
 
 import shutil
-import socket
 
 import pytest
-from conftest import (
-    PYTHON,
-    ROOT,
-    Job,
-    assert_close,
-    load,
-    rows,
-    run,
-    same_state,
-    torchrun,
-)
+from conftest import ROOT, assert_close, load, rows, run, same_state, torchrun
 
-from tests.launched import FLAGS, straight
+from tests.launched import FLAGS, SMOOTH, straight
 
 SCRIPT = "fsdp_distributed.py"
 
@@ -51,7 +40,7 @@ def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_p
 
 @pytest.mark.full
 def test_nodes_keep_a_copy_each(work, tmp_path):
-    """With a mesh of two dimensions: two nodes of two processes, parts of halves."""
+    """With a mesh of two dimensions, as of two nodes of two processes: parts of halves."""
     text = (ROOT / SCRIPT).read_text()
     mesh = "dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=('node', 'process'))"
     for old, new in [
@@ -62,14 +51,7 @@ def test_nodes_keep_a_copy_each(work, tmp_path):
         text = text.replace(old, new)
     script = tmp_path / SCRIPT
     script.write_text(text)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    node = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d".split()
-    node += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes"]
-    smooth = ["--arch", "tests.nets:smooth"]  # trains the same with any number of processes
-    flags = [*FLAGS, *smooth, "--checkpoint-dir", tmp_path / "c"]
-    at_root = {"PYTHONPATH": str(ROOT)}
-    jobs = [Job([PYTHON, *node, script, *flags], work, env=at_root) for _ in "01"]
-    assert "processes: 4, gloo, cpu" in "".join(job.finish() for job in jobs)
-    assert_close(load(tmp_path / "c"), load(straight("distributed", work, *smooth)))
+    flags = [*FLAGS, *SMOOTH, "--checkpoint-dir", tmp_path / "c"]
+    output = run([*torchrun(4, script), *flags], work, env={"PYTHONPATH": str(ROOT)})
+    assert "processes: 4, gloo, cpu" in output
+    assert_close(load(tmp_path / "c"), load(straight("distributed", work, *SMOOTH)))

@@ -5,7 +5,6 @@ How it is killed, stopped and evaluates: tests/run.
 
 import importlib.util
 import os
-import sysconfig
 
 import pytest
 from conftest import (
@@ -21,7 +20,7 @@ from conftest import (
     torchrun,
 )
 
-from tests.launched import FLAGS, same_run, straight
+from tests.launched import FLAGS, IN_ROOT, same_run, straight
 
 # In CI a missing Horovod fails the tests: they start a horovodrun that is not there.
 pytestmark = pytest.mark.skipif(
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.skipif(
 )
 SCRIPT = ROOT / "horovod_distributed.py"
 INSTALL = ROOT / "tools/install_horovod.sh"
-IN_ROOT = ONE_THREAD | {"PYTHONPATH": str(ROOT)}
 # It would look whether to take the step: the scaler reads no number, for which the host would wait.
 NO_LOOK = """
 import runpy, sys, torch
@@ -40,14 +38,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "more", ["", pytest.param("--precision fp16", marks=pytest.mark.full)], ids=["fp32", "fp16"]
-)
-def test_is_the_same_as_ddp(more, work, tmp_path):
-    flags = [*FLAGS, *more.split(), "--checkpoint-dir", tmp_path / "c"]
-    output = run([*HOROVODRUN, "-c", NO_LOOK, SCRIPT, *flags], work, env=IN_ROOT)
+def test_is_the_same_as_ddp_in_fp16(work, tmp_path):
+    """In fp32: tests/run/test_resume.py."""
+    more = ["--precision", "fp16"]
+    flags = [*FLAGS, *more, "--checkpoint-dir", tmp_path / "c"]
+    output = run([*HOROVODRUN, "-c", NO_LOOK, SCRIPT, *flags], work, env=ONE_THREAD | IN_ROOT)
     assert "UserWarning" not in output
-    same_run(tmp_path / "c", straight("distributed", work, *more.split()))
+    same_run(tmp_path / "c", straight("distributed", work, *more))
 
 
 @pytest.mark.full
@@ -63,9 +60,9 @@ def test_is_the_same_as_ddp_in_channels_last(work, tmp_path):
 def test_fp16_allreduce_trains(work, tmp_path):
     flags = [*FLAGS, "--fp16-allreduce", "--checkpoint-dir", tmp_path / "c"]
     run([*HOROVODRUN, SCRIPT, *flags], work, env=ONE_THREAD)
-    half, whole = (load(x)["state_dict"] for x in (tmp_path / "c", straight("distributed", work)))
-    assert not half["0.weight"].equal(whole["0.weight"])  # it was rounded on its way
-    assert half["0.weight"].allclose(whole["0.weight"], atol=1e-2)
+    folders = tmp_path / "c", straight("distributed", work)
+    half, whole = (load(folder)["state_dict"]["0.weight"] for folder in folders)
+    assert not half.equal(whole) and half.allclose(whole, atol=1e-2)  # it was rounded on its way
     assert rows(tmp_path / "c")[-1]["acc1"] > 60
 
 
@@ -91,10 +88,9 @@ def test_a_horovod_for_cpus_beside_a_gpu(work):
 
 @pytest.mark.full
 def test_install_proves_what_is_there_and_names_what_it_needs(work, tmp_path):
-    here = {"PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"}
-    output = run([INSTALL], work, env=here)
+    output = run([INSTALL], work)
     assert "is installed" in output and output.count("the mean of 0 and 1 is 0.5") == 2
     (tmp_path / "horovod.py").write_text("raise ImportError")
-    none = here | {"PYTHONPATH": str(tmp_path), "CXX": "/no/compiler"}
+    none = {"PYTHONPATH": str(tmp_path), "CXX": "/no/compiler"}
     output = run([INSTALL], work, env=none, code=2)
     assert "needs a compiler of C++20, which /no/compiler is not" in output

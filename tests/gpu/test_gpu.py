@@ -1,5 +1,6 @@
 """What needs an NVIDIA GPU: ./start.sh test -m gpu."""
 
+import importlib.util
 import time
 
 import pytest
@@ -15,7 +16,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
 ]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ONE = python()
+APEX = []  # the flags of each precision of the Apex that is installed, if it is; fp32 comes first
+if importlib.util.find_spec("amp_C"):
+    old = importlib.util.find_spec("apex.amp")
+    APEX = [f"--opt-level O{level}" for level in range(4)] if old else []
+    APEX = APEX or [f"--precision {precision}" for precision in ("fp32", "bf16", "fp16")]
 # For runs that are compared: the tensor cores round float32 to 10 bits, in some of cuDNN's choices.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 DEEP = "--arch resnet18 --image-size 64 --batch-size 64 --max-steps 3 --seed 3".split()
@@ -32,18 +39,11 @@ def assert_alike(folder, other, atol, rtol):
 def test_prefetcher_equals_the_plain_path_to_the_bit():
     """Over many batches, with a consumer that keeps the GPU busy and lets go of each batch."""
     device = torch.device("cuda")
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        (
-            torch.randint(0, 256, (32, 3, 96, 96), dtype=torch.uint8, generator=generator),
-            torch.randint(0, 10, (32,), generator=generator),
-        )
-        for _ in range(8)
-    ]
-    batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches] * 25
-    scale = torch.tensor([1 / (255 * std) for std in STD], device=device).view(1, 3, 1, 1)
-    shift = [-mean / std for mean, std in zip(MEAN, STD, strict=True)]
-    shift = torch.tensor(shift, device=device).view(1, 3, 1, 1)
+    images = torch.randint(0, 256, (8, 32, 3, 96, 96), dtype=torch.uint8).pin_memory()
+    targets = torch.randint(0, 10, (8, 32)).pin_memory()
+    batches = [*zip(images, targets, strict=True)] * 25
+    mean, std = torch.tensor([MEAN, STD], dtype=torch.float64, device=device).view(2, 1, 3, 1, 1)
+    shift, scale = (-mean / std).float(), (1 / (255 * std)).float()
     work = torch.randn(2048, 2048, device=device)
 
     def sums(images, target):
@@ -79,28 +79,42 @@ def test_waiting_is_the_gpus_not_the_hosts():
         assert least < batches.waited() < most
 
 
-@pytest.mark.parametrize("flags", ["", "--precision fp16", "--precision fp32", "--compile"])
-def test_trains_resumes_and_evaluates(flags, work, tmp_path):
+FLAGS = ["", "--precision fp16", "--precision fp32", "--compile"]
+CASES = [("distributed.py", flags) for flags in FLAGS]
+CASES += [("apex_distributed.py", flags) for flags in APEX]
+
+
+@pytest.mark.parametrize("script, flags", CASES)
+def test_trains_resumes_and_evaluates(script, flags, work, tmp_path):
     """bf16 is the default: from the same start, the loss falls and the digits are learned."""
-    command = [*ONE, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
+    command = [*python(script), *flags.split(), "--checkpoint-dir", tmp_path / "c"]
     output = run([*command, "--max-steps", "44"], work, timeout=300)
-    assert f"distributed.py: processes: 1, nccl, {torch.cuda.get_device_name()}, " in output
-    assert ("bf16" in output) == ("--precision" not in flags)
+    assert f"{script}: processes: 1, nccl, " in output
+    assert f", {torch.cuda.get_device_name()}, " in output
+    assert script != "distributed.py" or ("bf16" in output) == ("--precision" not in flags)
     output = run([*command, "--resume", "auto"], work, timeout=300)
     assert "resumed from" in output and "at the end of epoch 2\n" in output
     loss, acc1, _ = last_result(output)
-    assert acc1 > 95 and loss < 0.3
+    assert (acc1 > 80) if "O3" in flags else (acc1 > 95 and loss < 0.3)  # O3 trains in half
     assert rows(tmp_path / "c")[-1]["epoch"] == 4
     evaluate = [*command, "--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
     assert last_result(run(evaluate, work)) == pytest.approx((loss, acc1, 100), abs=0.6)
-    assert bool(load(tmp_path / "c")["scaler"]) == ("fp16" in flags)
+    if "--opt-level" not in flags:
+        assert bool(load(tmp_path / "c")["scaler"]) == ("fp16" in flags)
 
 
-def test_dataparallel_and_distributed_agree_on_one_gpu(work, tmp_path):
-    for name in ("dataparallel.py", "distributed.py"):
-        flags = [*SMALL, "--precision", "fp32", "--checkpoint-dir", tmp_path / name]
-        run([*python(name), *flags], work, env=NO_TF32 | {"CUDA_VISIBLE_DEVICES": "0"})
-    assert_alike(tmp_path / "dataparallel.py", tmp_path / "distributed.py", 1e-4, 1e-3)
+def test_other_scripts_and_a_resumed_run_end_as_a_straight_one(work, tmp_path):
+    fp32, runs = ["--precision", "fp32"], [("straight", ONE)]
+    runs += [("cut", [*ONE, "--max-steps", "17"]), ("cut", [*ONE, "--resume", "auto"])]
+    runs += [("dataparallel", python("dataparallel.py"))]
+    runs += [("apex", python("apex_distributed.py"))] if APEX else []
+    for name, command in runs:
+        precision = APEX[0].split() if name == "apex" else fp32
+        flags = [*SMALL, *precision, "--checkpoint-freq", "5", "--checkpoint-dir", tmp_path / name]
+        run([*command, *flags], work, env=NO_TF32 | {"CUDA_VISIBLE_DEVICES": "0"})
+    for name in {name for name, _ in runs}:
+        atol = 1e-4 if name == "dataparallel" else 1e-3
+        assert_alike(tmp_path / name, tmp_path / "straight", atol, 10 * atol)
 
 
 def test_a_gpu_goes_on_from_a_cpu_and_back(work, tmp_path):
@@ -129,12 +143,6 @@ def test_batches_stay_as_they_are(workers):
     assert batches["cpu"] == batches["cuda"] and len(batches["cpu"]) == 60
 
 
-def test_more_processes_than_gpus(work):
-    count = torch.cuda.device_count()
-    output = run([*torchrun(count + 1), *SMALL, "-b", str(count + 1)], work, code=1)
-    assert f"error: {count + 1} processes on a node with {count} GPUs: start {count}, or" in output
-
-
 def test_sync_bn_of_two_processes_is_batchnorm_of_one(work, tmp_path):
     """They share a GPU. Without --sync-bn each has statistics of its own half."""
     flags = [*DEEP, "--precision", "fp32", "--checkpoint-dir"]
@@ -148,10 +156,9 @@ def test_sync_bn_of_two_processes_is_batchnorm_of_one(work, tmp_path):
         assert_alike(tmp_path / "one", tmp_path / "halves", 1e-3, 1e-2)
 
 
+@two_gpus
 def test_two_gpus_with_nccl_train_as_one(work, tmp_path):
     """In mid-epoch too, from a checkpoint of the other."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     flags = [*SMALL, "--precision", "fp32", "--checkpoint-dir"]
     run([*ONE, *flags, tmp_path / "one"], work, env=NO_TF32)
     for number, command, steps in ((2, torchrun(2), 5), (1, ONE, 17), (2, torchrun(2), 9999)):
@@ -161,17 +168,9 @@ def test_two_gpus_with_nccl_train_as_one(work, tmp_path):
     assert_alike(tmp_path / "one", tmp_path / "two", 1e-4, 1e-3)
 
 
-def test_killed_and_resumed(work, tmp_path):
-    flags = [*SMALL, "--precision", "fp32", "--checkpoint-freq", "5"]
-    for name, *more in (("b", "--max-steps", "17"), ("b", "--resume", "auto"), ("c",)):
-        run([*ONE, *flags, *more, "--checkpoint-dir", tmp_path / name], work, env=NO_TF32)
-    assert_alike(tmp_path / "b", tmp_path / "c", 1e-3, 1e-2)
-
-
+@two_gpus
 def test_dataparallels_threads_compute_in_the_dtype_asked_for():
-    """With two GPUs; autocast's dtype is not handed to nn.DataParallel's threads."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    """Autocast's dtype is not handed to nn.DataParallel's threads."""
     net = nn.Linear(4, 4).cuda()
     net.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", torch.bfloat16))
     with torch.autocast("cuda", torch.bfloat16):

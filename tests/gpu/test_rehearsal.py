@@ -57,6 +57,17 @@ def gpus(tmp_path_factory):
     return environment
 
 
+@pytest.fixture
+def train(work, tmp_path):
+    """Runs a command in this environment, in one folder of checkpoints; returns the output."""
+
+    def train(command, env, *flags, code=0):
+        command = [*command, *FLAGS, "--checkpoint-dir", tmp_path / "c", *flags]
+        return run(command, work, env=env, code=code)
+
+    return train
+
+
 SLURM = """
 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_NODEID=0 SLURM_GPUS_ON_NODE=2
 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=127.0.0.1 SLURM_CPUS_ON_NODE=2
@@ -76,85 +87,60 @@ SCRIPTS = [  # all but Horovod's, whose library would have to be built for CUDA
 ]
 
 
-def test_every_script_goes_on_with_the_run_of_the_one_before(gpus, work, tmp_path):
+def test_every_script_goes_on_with_the_run_of_the_one_before(gpus, train):
     """In three precisions. It says no warning, and no process touches a GPU of another."""
     for number, (command, expected, env) in enumerate(SCRIPTS):
-        command = [*command, *FLAGS, "--checkpoint-dir", tmp_path / "c"]
-        command += ["--resume", "auto", "--max-steps", 2 * number + 2]
         sharing = "gloo" in command
-        output = run(command, work, env=gpus(1 if sharing else 2, **env))
+        env = gpus(1 if sharing else 2, **env)
+        output = train(command, env, "--resume", "auto", "--max-steps", 2 * number + 2)
         assert expected in output and "warn" not in output.lower(), output
         assert not number or f"checkpoint.pth at epoch 1 step {2 * number}\n" in output
         assert last_result(output) == (1.5, 42, 80)  # as sitecustomize.py says
         used = {}
         for process, device in re.findall(r"process (\d+): launch on (\d)", output):
             used.setdefault(process, []).append(device)
-        devices = sorted(used.values())
         alone = [["0", "1"]] if "dataparallel" in str(command) else [["0"], ["1"]]
-        assert devices == ([["0"], ["0"]] if sharing else alone), output
+        assert sorted(used.values()) == ([["0"], ["0"]] if sharing else alone), output
 
 
-def test_the_recipe_of_the_same_bits(gpus, work, tmp_path):
+def test_copies_cannot_be_compiled(gpus, train):
+    """Each copy would run as if there was no such flag."""
+    output = train([*python("dataparallel.py"), "--compile"], gpus(2), code=2)
+    assert (
+        "\nerror: --compile cannot compile copies: use one GPU, or distributed.py\n"
+        in f"\n{output}"
+    )
+
+
+def test_the_recipe_of_the_same_bits(gpus, train, tmp_path):
     """On two GPUs, then on one. torch refuses what is not deterministic; the numbers need a GPU."""
     script = copy(tmp_path / "here", "same_bits")
     for count, steps in ((2, 2), (1, 4)):
-        command = [*torchrun(count, script), *FLAGS, "--parts", 4, "--max-steps", steps]
-        command += ["--resume", "auto", "--checkpoint-dir", tmp_path / "c"]
         env = gpus(count, CUBLAS_WORKSPACE_CONFIG=":4096:8", REHEARSAL_SUMS="1")
-        output = run(command, work, env=env)
+        flags = ["--parts", 4, "--max-steps", steps, "--resume", "auto"]
+        output = train(torchrun(count, script), env, *flags)
         assert f"processes: {count}, nccl" in output and "warn" not in output.lower(), output
         assert last_result(output) == (1.5, 42, 80)  # as sitecustomize.py says
 
 
-BUILD = """
-import ctypes, os, torch
-from types import SimpleNamespace
-from common.device import set_up_device
-from common.model import build_model
-
-count = ctypes.CDLL(None).rehearsal_count
-args = SimpleNamespace(arch="resnet18", pretrained=False, image_size=64, dist_timeout=2)
-device = set_up_device(0, 1, args)
-
-def build():
-    net = build_model(args, 10, device, torch.zeros(1, 3, 64, 64, device=device))
-
-for memory in (0, 2, 3):
-    count(b"cudaMalloc")
-    os.environ["REHEARSAL_MEMORY"] = str(memory)
-    try:
-        build()
-    except ValueError as error:
-        print("memory", memory, error)
-os.environ["REHEARSAL_MEMORY"] = "1000"
-build()
-print("built")
-"""
+def test_a_gpu_that_is_full_is_one_line(gpus, train):
+    """In the midst of building the model."""
+    output = train(python(), gpus(1, REHEARSAL_MEMORY="2"), code=2)
+    line = r"^error: .*resnet18 .*--image-size 64: \w+Error: CUDA out of memory"
+    assert len(re.findall(line, output, re.M)) == output.count("rror: ") == 1, output
 
 
-def test_a_model_is_built(gpus):
-    """On a GPU that is full in the midst of it, and where there is room."""
-    output = run([PYTHON, "-c", BUILD], ROOT, env=gpus(1))
-    for memory in (0, 2, 3):
-        said = rf"memory {memory} .*resnet18 .*--image-size 64: \w+Error: CUDA out of memory"
-        assert re.search(said, output)
-    assert "built\n" in output
-
-
-def test_a_gpu_that_hangs_in_training_is_noticed(gpus, work, tmp_path):
+def test_a_gpu_that_hangs_in_training_is_noticed(gpus, train):
     """In a launch, which waits when the queue is full, as in a synchronisation."""
-    command = [*python(), *FLAGS, "--checkpoint-dir", tmp_path / "c"]
     env = gpus(1, REHEARSAL_HANG="launch:6000")
-    output = run([*command, "--dist-timeout", 5], work, env=env, code=1)
-    assert re.search(
-        r"rank 0 failed at epoch 1 step \d+: no progress for 4.5 s; see the stack", output
-    )
+    output = train(python(), env, "--dist-timeout", 5, code=1)
+    end = r"rank 0 failed at epoch 1 step \d+: no progress for 4.5 s; see the stack"
+    assert re.search(end, output), output
 
 
-def test_nccl_fails_in_one_process_and_the_other_waits(gpus, work, tmp_path):
+def test_nccl_fails_in_one_process_and_the_other_waits(gpus, train):
     """NCCL ends the one by itself, after 15 seconds, and it is said where that was."""
-    command = [*torchrun(2), *FLAGS, "--checkpoint-dir", tmp_path / "c"]
-    output = run(command, work, env=gpus(2, REHEARSAL_HANG="ncclAllReduce:80:1"), code=1)
+    output = train(torchrun(2), gpus(2, REHEARSAL_HANG="ncclAllReduce:80:1"), code=1)
     assert "error on rank 1" in output
     assert re.search(r"Fatal Python error: Aborted\n.* in train\n", output, re.DOTALL)
 

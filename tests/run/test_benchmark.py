@@ -7,19 +7,37 @@ import shutil
 import time
 
 import pytest
-from conftest import PYTHON, ROOT, Job, run
+from conftest import PYTHON, Job, run
 from PIL import Image
 
 from benchmarks.loader import NAMES
+from tests.launched import IN_ROOT
 
 PATIENCE = 400  # seconds: several processes import torch at the same time
-PATH = {"PYTHONPATH": str(ROOT)}  # a user starts the commands in the root itself
-FLAGS = {
-    "loader": "--images 64 --batch-size 16 --image-size 32 --rounds 1 --seconds 0",
-    "step": "--rounds 2 --steps 1 --batch-size 4 --image-size 32",
-    "scale": "--rounds 1 --files 100 300 --classes 10 --batch-size 20 --workers 1",
-    "strategies": "--images 64 --batch-size 16 --image-size 24 --epochs 2 --rounds 1 "
-    "--arch benchmarks.models:tiny --processes 2 --only distributed multiprocessing",
+STRATEGIES = ["distributed", "multiprocessing"]
+# Flags; what is compared, as its files and its name; and what is measured of each.
+BENCHMARKS = {
+    "loader": (
+        "--images 64 --batch-size 16 --image-size 32 --rounds 1 --seconds 0",
+        [(None, name) for name in NAMES.values()],
+        ["images_per_second"],
+    ),
+    "step": (
+        "--rounds 2 --steps 1 --batch-size 4 --image-size 32",
+        [(None, "script"), (None, "bare"), (None, "plain")],
+        ["ms", "peak_memory_mb"],
+    ),
+    "scale": (
+        "--rounds 1 --files 100 300 --classes 10 --batch-size 20 --workers 1",
+        [*itertools.product([100, 300], ["usual recipe", "ours", "ours, an archive"])],
+        ["start_s", "us_per_image", "worker_private_mb"],
+    ),
+    "strategies": (
+        "--images 64 --batch-size 16 --image-size 24 --epochs 2 --rounds 1 "
+        f"--arch benchmarks.models:tiny --processes 2 --only {' '.join(STRATEGIES)}",
+        [*itertools.product(["loader", "compute"], STRATEGIES)],
+        ["images_per_second", "seconds_per_epoch"],
+    ),
 }
 
 
@@ -35,36 +53,23 @@ def folder(work, tmp_path_factory):
     return folder
 
 
-RUNS = {  # which runs there are, by which keys, and what is measured of each
-    "loader": (["name"], [(name,) for name in NAMES.values()], ["images_per_second"]),
-    "step": (["name"], [("script",), ("bare",), ("plain",)], ["ms", "peak_memory_mb"]),
-    "scale": (
-        ["files", "name"],
-        [*itertools.product([100, 300], ["usual recipe", "ours", "ours, an archive"])],
-        ["start_s", "us_per_image", "worker_private_mb"],
-    ),
-    "strategies": (
-        ["bound", "strategy"],
-        [*itertools.product(["loader", "compute"], ["distributed", "multiprocessing"])],
-        ["images_per_second", "seconds_per_epoch"],
-    ),
-}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_writes_what_it_measured(name, folder):
-    flags = FLAGS[name].split()
-    output = run(command(name, *flags, "--out", folder / "out"), folder, PATIENCE, env=PATH)
+    flags, expected, measured = BENCHMARKS[name]
+    words = [*flags.split(), "--out", str(folder / "out")]
+    output = run(command(name, *words), folder, PATIENCE, env=IN_ROOT)
     results = json.loads((folder / "out" / f"{name}.json").read_text())
-    typed = ["python", "-m", f"benchmarks.{name}", *flags, "--out", str(folder / "out")]
+    typed = ["python", *command(name, *words)[1:]]
     assert shlex.split(results["command"]) == typed and f"{name}.json" in output
     assert results["hardware"] and {"python", "torch", "torchvision"} <= results["versions"].keys()
-    keys, expected, measured = RUNS[name]
-    found = [tuple(run[key] for key in keys) for run in results["runs"]]
+    found = [
+        (one.get("files") or one.get("bound"), one.get("name") or one.get("strategy"))
+        for one in results["runs"]
+    ]
     assert found[: len(expected)] == expected  # loaders of others come after them, if installed
-    for run_, key in itertools.product(results["runs"], measured):
-        assert (run_[key]["median"] if isinstance(run_[key], dict) else run_[key]) > 0
+    for one, key in itertools.product(results["runs"], measured):
+        assert (one[key]["median"] if isinstance(one[key], dict) else one[key]) > 0
     if name == "strategies":
         with Image.open(folder / "out/strategies.png") as image:
             assert 800 <= image.width <= 1000 and image.height > 150
@@ -72,8 +77,8 @@ def test_a_benchmark_writes_what_it_measured(name, folder):
 
 @pytest.mark.full
 def test_a_benchmark_that_is_stopped_leaves_nothing(folder, tmp_path):
-    flags = [*FLAGS["step"].split(), "--rounds", 10**6]
-    job = Job(command("step", *flags), folder, PATH | {"TMPDIR": str(tmp_path)})
+    flags = [*BENCHMARKS["step"][0].split(), "--rounds", 10**6]
+    job = Job(command("step", *flags), folder, IN_ROOT | {"TMPDIR": str(tmp_path)})
     deadline = time.monotonic() + PATIENCE
     while len(job.pids()) < 4 or not list(tmp_path.glob("tmp*")):  # itself and three contestants
         assert time.monotonic() < deadline

@@ -9,23 +9,15 @@ import time
 
 import pytest
 import torch
-from conftest import (
-    HOROVODRUN,
-    ONE_THREAD,
-    PYTHON,
-    ROOT,
-    Job,
-    assert_close,
-    full,
-    load,
-    needs_horovod,
-    rows,
-    torchrun,
-)
+from conftest import HOROVODRUN, ONE_THREAD, PYTHON, Job, assert_close, full, load, rows, torchrun
 
 from tests.launched import (
     FLAGS,
+    IN_ROOT,
     SCRIPTS,
+    SMOOTH,
+    at_step,
+    ends_as_straight,
     processes,
     resume,
     resumed_where_it_stood,
@@ -46,18 +38,16 @@ def leaked_shared_memory():
 @pytest.mark.parametrize("name", [n if n == "distributed" else full(n) for n in LAUNCHED])
 def test_killed_and_resumed_is_straight_through(name, work, tmp_path):
     """One worker, then the launcher; twice in one epoch, at steps that no seed chooses."""
-    if name == "horovod":
-        needs_horovod()
     folder = tmp_path / "c"
     job = start(name, folder, work)
-    job.wait_for(rf"epoch 1/\d+ \[{random.randrange(6, 12)}/")
+    at_step(job, random.randrange(6, 12))
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     assert job.wait(60)[0] != 0  # it fails for a process that is left
     first = load(folder)
     assert (first["epoch"], first["step"]) >= (0, 5)
 
     job = start(name, folder, work, "--resume", "auto")
-    output = job.wait_for(rf"epoch 1/\d+ \[{random.randrange(17, 23)}/")
+    output = at_step(job, random.randrange(17, 23))
     assert resumed_where_it_stood(output, first), output
     os.kill(processes(job)[0], signal.SIGKILL)
     job.wait(60)
@@ -65,9 +55,7 @@ def test_killed_and_resumed_is_straight_through(name, work, tmp_path):
     assert second["epoch"] == 0 and second["step"] > first["step"]
 
     before = leaked_shared_memory()  # SIGKILL may come before torch has unlinked what it made
-    output = resume(name, folder, work)
-    assert resumed_where_it_stood(output, second), output
-    same_run(folder, straight(name, work))
+    ends_as_straight(name, folder, work)
     assert leaked_shared_memory() <= before
 
 
@@ -75,17 +63,15 @@ def test_a_folder_has_one_run_until_that_is_killed(work, tmp_path):
     """In the second epoch, with two workers. A run that is done says so, and writes nothing."""
     folder = tmp_path / "c"
     job = start("alone", folder, work, "-j", "2")
-    job.wait_for(r"epoch 2/\d+ \[3/")
+    at_step(job, 3, epoch=2)
     job.process.send_signal(signal.SIGSTOP)
     again = start("alone", folder, work, "--resume", "auto")  # as after a requeue
     error = f"error: another run is writing to {folder}: choose another --checkpoint-dir\n"
     assert again.finish(code=2) == error
     job.kill()
     job.wait(60)
-    state = load(folder)
-    assert state["epoch"] == 1
-    assert resumed_where_it_stood(resume("alone", folder, work, "-j", "2"), state)
-    same_run(folder, straight("alone", work))
+    assert load(folder)["epoch"] == 1
+    ends_as_straight("alone", folder, work, "-j", "2")
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.pth")}
     assert "nothing left to train: 45 of 45 steps are done" in resume("alone", folder, work)
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*.pth")}
@@ -100,10 +86,12 @@ fcntl.lockf = refuse
 import distributed
 sys.exit(distributed.main())
 """
+STOPPED = "is not the one that this run last read or wrote|No such file"
+ROUNDS = [full(0), *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 21))]
 
 
-@pytest.mark.full
-def test_without_locks_no_checkpoint_goes_backward(work, tmp_path):
+@pytest.mark.parametrize("number", ROUNDS)
+def test_without_locks_no_checkpoint_goes_backward(number, work, tmp_path):
     """Two runs, started up to some seconds apart: one of them is stopped, wherever it is."""
     folder, seen = tmp_path / "c", [0]
     command = [PYTHON, "-c", WITHOUT_LOCKS, *FLAGS, "--checkpoint-dir", folder]
@@ -111,15 +99,14 @@ def test_without_locks_no_checkpoint_goes_backward(work, tmp_path):
     jobs = []
     for delay in (0, random.uniform(0, 6)):
         time.sleep(delay)
-        jobs.append(Job(command, work, ONE_THREAD | {"PYTHONPATH": str(ROOT)}))
+        jobs.append(Job(command, work, ONE_THREAD | IN_ROOT))
     while any(job.process.poll() is None for job in jobs):
         with contextlib.suppress(FileNotFoundError):  # not yet, or for a moment
             state = torch.load(folder / "checkpoint.pth", weights_only=True)
             seen.append(state["epoch"] * 29 + state["step"])
         time.sleep(0.05)
-    ends = [job.wait(30) for job in jobs]
-    (stopped,) = [output for code, output in ends if code]
-    assert re.search("is not the one that this run last read or wrote|No such file", stopped)
+    (stopped,) = [output for code, output in (job.wait(30) for job in jobs) if code]
+    assert re.search(STOPPED, stopped)
     assert seen == sorted(seen) and seen[-1] == 600
     places = [(row["epoch"], row["step"]) for row in rows(folder)]
     assert places == sorted({*places}) and not list(folder.glob("*.tmp"))
@@ -135,22 +122,22 @@ def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
     names = [name for name in LAUNCHED if name != "horovod" or HOROVODRUN[0].exists()]
     commands = [SCRIPTS[name] for name in names]
     commands += [(torchrun(3, "fsdp_distributed.py"), {}), (torchrun(4), {})]
-    smooth, folder = ["--arch", "tests.nets:smooth"], tmp_path / "c"
+    folder = tmp_path / "c"
     for number, (command, env) in enumerate(commands, start=1):
-        flags = [*FLAGS, *smooth, "--checkpoint-dir", folder, "--resume", "auto", "--max-steps"]
+        flags = [*FLAGS, *SMOOTH, "--checkpoint-dir", folder, "--resume", "auto", "--max-steps"]
         steps = 45 if number == len(commands) else 5 * number
         output = Job([*command, *flags, steps], work, ONE_THREAD | env).finish()
         place = "at epoch {} step {}".format(*divmod(5 * number + 24, 29))
         assert number == 1 or f"resumed from {folder}/checkpoint.pth {place}\n" in output, output
     assert "world_size 3 -> 4" in output and "global batch 48 = 4 x 12" in output
-    assert_close(load(folder), load(straight("distributed", work, *smooth)))
+    assert_close(load(folder), load(straight("distributed", work, *SMOOTH)))
 
 
 @pytest.mark.full
 def test_torchrun_restarts_a_killed_worker_by_itself(work, tmp_path):
     command = [*torchrun(2, "distributed.py", "--max-restarts=3"), *FLAGS, "--resume", "auto"]
     job = Job([*command, "--checkpoint-dir", tmp_path / "c"], work, ONE_THREAD)
-    job.wait_for(r"epoch 1/\d+ \[13/")
+    at_step(job, 13)
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     output = job.finish()
     assert re.search(r"resumed from .* at epoch 1 step \d+", output), output
