@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 forks = multiprocessing.get_context("forkserver")
@@ -56,6 +57,7 @@ def be_a_rank(arguments, env, cwd, output, before):
     os.chdir(cwd)
     sys.argv = arguments
     sys.path[:0] = [os.path.dirname(arguments[0]), str(ROOT)]
+    torch.set_num_threads(1)  # as under torchrun
     try:
         exec(before, {})
         runpy.run_path(arguments[0], run_name="__main__")
