@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from conftest import PYTHON, ROOT
 from sklearn.datasets import load_digits
+from torchvision.models import ResNet18_Weights, resnet18
 
 from minimal import one_gpu
 
@@ -74,3 +75,25 @@ def accuracy(weights):
     """On all of these images; as the scripts print it."""
     correct = predicted(weights) == validation_set()[1]
     return f"{100 * correct.sum().item() / 359:.1f}"
+
+
+def cached_weights(folder):
+    """Random ones for a ResNet-18, as torchvision has downloaded them where TORCH_HOME=folder."""
+    weights, hub = resnet18().state_dict(), folder / "hub/checkpoints"
+    hub.mkdir(parents=True)
+    torch.save(weights, hub / Path(ResNet18_Weights.DEFAULT.url).name)
+    return weights
+
+
+def dying(epoch, step):
+    """Before a full script: it ends at this step, from 0, as by SIGKILL."""
+    return f"""
+import os
+import common.loader
+seed_step = common.loader.seed_step
+def dying(seed, epoch, step, rank):
+    if (epoch, step) == ({epoch}, {step}):
+        os.kill(os.getpid(), 9)
+    seed_step(seed, epoch, step, rank)
+common.loader.seed_step = dying
+"""

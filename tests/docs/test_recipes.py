@@ -1,5 +1,5 @@
 """Each recipe, applied to a copy of a script as docs/recipes.md says: it does what it says, and a
-run that was killed ends as a straight one.
+run that was killed ends as a straight one. That it fits is seen in test_diffs.py.
 """
 
 import csv
@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from conftest import (
     HOROVODRUN,
     PYTHON,
     ROOT,
-    Job,
+    SMALL,
     last_result,
     load,
     needs_horovod,
@@ -30,34 +29,14 @@ from conftest import (
 )
 from sklearn.metrics import f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchvision.models import ResNet18_Weights, resnet18
 
-from common.images import image_folders
-from common.prefetcher import MEAN, STD
 from tests import nets
+from tests.docs.copies import copy, cached_weights, dying, edited, equal
 from tests.docs.ranks import good, run_ranks
 
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
 PAGE = (ROOT / "docs/recipes.md").read_text()
-# Of the page's table: the recipe, and the other scripts that it fits too.
-ROW = re.compile(r"^\| \[(\w+)\]\(#\w+\) \|.*\|([^|]*)\|$", re.M)
-FITS = {name: re.findall(r"`(\w+)`", others) for name, others in ROW.findall(PAGE)}
-SMALL = "--image-size 24 --batch-size 48 --epochs 2 -j 1 --arch".split()
-
-
-def fits(path, recipe, *flags):
-    """Apply a recipe to a file."""
-    command = ["patch", "-s", "-r-", *flags, path, ROOT / f"recipes/{recipe}.diff"]
-    return subprocess.run(command, capture_output=True).returncode == 0
-
-
-def copy(folder, *recipes, script="distributed"):
-    """A copy of a script, with common/ beside it, and these recipes; returns its path."""
-    folder.mkdir(exist_ok=True)
-    (folder / "common").symlink_to(ROOT / "common")
-    path = Path(shutil.copy(ROOT / f"{script}.py", folder))
-    assert all(fits(path, name) for name in recipes)
-    return path
+FLAGS = [*SMALL, "-j", "1"]
+SHORT_NORM = ("max_norm=1.0", "max_norm=0.01")  # one that each step reaches
 
 
 @pytest.fixture
@@ -65,31 +44,15 @@ def train(work, tmp_path):
     """A function: run a script in a folder of checkpoints; returns (its output, its checkpoint)."""
 
     def train(script, to, *flags, arch="plain", **more):
-        given = [*SMALL, f"tests.nets:{arch}", "--checkpoint-dir", tmp_path / to, *flags]
+        given = [*FLAGS, "--arch", f"tests.nets:{arch}", "--checkpoint-dir", tmp_path / to, *flags]
         return good(script, *given, cwd=work, **more), load(tmp_path / to)
 
     return train
 
 
-def equal(a, b):
-    """Whether two parts of a checkpoint are the same, tensors to the bit."""
-    if torch.is_tensor(a):
-        return a.equal(b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
 def same(a, b):
     keys = ("epoch", "step", "state_dict", "optimizer", "scaler", "meters", "more")
     return all(equal(a[key], b[key]) for key in keys)
-
-
-def assert_close(a, b):
-    for key, weight in a["state_dict"].items():
-        torch.testing.assert_close(weight, b["state_dict"][key], atol=1e-5, rtol=1e-4)
 
 
 def start(arch="plain"):
@@ -98,35 +61,17 @@ def start(arch="plain"):
     return getattr(nets, arch)(10)
 
 
-def test_fit_what_the_table_says(tmp_path):
-    """The other scripts too: no name is missing, and they are written as the scripts are."""
-    assert sorted(FITS) == RECIPES
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "common").symlink_to(ROOT / "common")
-    for name in RECIPES:
-        for script in ("distributed", *FITS[name]):
-            path = shutil.copy(ROOT / f"{script}.py", tmp_path / f"{name}_of_{script}.py")
-            assert fits(path, name), path
-    for command in (["format", "--check"], ["check"]):
-        ended = subprocess.run(["ruff", *command], cwd=tmp_path, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stdout
-
-
-def test_which_do_not_fit_together(tmp_path):
-    """In the order of the table."""
-    (sentence,) = re.findall(r"^These change the same lines .*: (.*)\.$", PAGE, re.M)
-    clauses = [re.findall(r"`(\w+)`", clause) for clause in sentence.split(";")]
-    said = {frozenset([first, other]) for first, *others in clauses for other in others}
-    found = set()
-    for first, second in itertools.combinations(FITS, 2):
-        path = shutil.copy(ROOT / "distributed.py", tmp_path)
-        loosely = ["-l"] * ((first, second) == ("accumulate", "clip"))
-        if not (fits(path, first) and fits(path, second, *loosely)):
-            found.add(frozenset([first, second]))
-    assert found == said
-
-
-# ---- What one does
+def told(name):
+    """Before a script: each call of this transform is said."""
+    return f"""
+import os
+from torchvision.transforms import v2
+forward = v2.{name}.forward
+def told(*given):
+    os.write(1, b"{name}\\n")
+    return forward(*given)
+v2.{name}.forward = told
+"""
 
 
 @pytest.mark.full
