@@ -36,12 +36,13 @@ def patched(path, diff, *flags):
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def copy(folder, *recipes, script="distributed"):
-    """A copy of a full script, with common/ beside it, and these recipes; returns its path."""
+def copy(folder, *recipes, script="distributed", edits=()):
+    """A copy of a full script with recipes and edits, and with common/ beside it; its path."""
     folder.mkdir(exist_ok=True)
     (folder / "common").symlink_to(ROOT / "common")
     path = Path(shutil.copy(ROOT / f"{script}.py", folder))
     assert all(patched(path, f"recipes/{name}.diff") for name in recipes)
+    path.write_text(edited(path.read_text(), edits))
     return path
 
 
