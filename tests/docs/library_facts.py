@@ -18,6 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 class Hand:
     """torch alone, as in minimal/distributed.py; the libraries below replace parts of it."""
 
+    wrap = staticmethod(DistributedDataParallel)
+    seed = staticmethod(torch.manual_seed)
+    more = staticmethod(dict)  # what only one of them has
+
     def __init__(self):
         dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -31,29 +35,19 @@ class Hand:
     def set_epoch(self, loader, epoch):
         loader.sampler.set_epoch(epoch)
 
-    def wrap(self, net):
-        return DistributedDataParallel(net)
-
     def prepare(self, optimizer, scheduler):
         return optimizer, scheduler
 
     def backward_of_one_of_four_parts(self, loss):
         loss.backward()
 
-    def seed(self, number):
-        torch.manual_seed(number)
-
     def seed_each(self):
-        torch.manual_seed(self.rank)
+        self.seed(self.rank)
 
     def reduce(self, tensor):
         """By the library's own call, with its defaults."""
         dist.all_reduce(tensor)
         return tensor
-
-    def more(self):
-        """What only one of them has."""
-        return {}
 
 
 class Accelerate(Hand):
@@ -63,10 +57,7 @@ class Accelerate(Hand):
 
         self.alone = Accelerator().num_processes == 1
         self.start()
-        self.rank, self.world_size = self.library.process_index, self.library.num_processes
-        self.wrap = self.library.prepare
-        self.seed, self.seed_each = set_seed, lambda: set_seed(0, device_specific=True)
-        self.reduce = self.library.reduce
+        self.rank, self.seed = self.library.process_index, set_seed
 
     def start(self, **settings):
         from accelerate import Accelerator, DataLoaderConfiguration
@@ -75,6 +66,8 @@ class Accelerate(Hand):
         AcceleratorState._reset_state(True)
         config = DataLoaderConfiguration(**settings)
         self.library = Accelerator(cpu=True, dataloader_config=config)
+        self.wrap = self.prepare = self.library.prepare
+        self.reduce = self.library.reduce
 
     def loader(self, count, batch_size, **more):
         return self.library.prepare(DataLoader(range(count), batch_size, **more))
@@ -82,12 +75,12 @@ class Accelerate(Hand):
     def set_epoch(self, loader, epoch):
         loader.set_epoch(epoch)
 
-    def prepare(self, optimizer, scheduler):
-        return self.library.prepare(optimizer, scheduler)
-
     def backward_of_one_of_four_parts(self, loss):
         self.library.gradient_accumulation_steps = 4
         self.library.backward(loss)
+
+    def seed_each(self):
+        self.seed(0, device_specific=True)
 
     def more(self):
         trimmed = [self.library.gather_for_metrics(batch) for batch in self.loader(37, 8)]
@@ -116,24 +109,16 @@ class Fabric(Hand):
 
         self.library = lightning_fabric.Fabric(accelerator="cpu", devices=2)
         self.library.launch()
-        self.rank, self.world_size = self.library.global_rank, self.library.world_size
+        self.rank, self.reduce = self.library.global_rank, self.library.all_reduce
         self.wrap, self.seed = self.library.setup, self.library.seed_everything
-        self.reduce = self.library.all_reduce
 
     def loader(self, count, batch_size, **more):
         return self.library.setup_dataloaders(DataLoader(range(count), batch_size, **more))
 
-    def seed_each(self):
-        self.seed(self.rank)
-
     def more(self):
         del os.environ["PL_GLOBAL_SEED"]
-        orders = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            orders.append(items(self.loader(100, 8, shuffle=True)))
+        found = {"manual_seed_counts": seed_counts(self, torch.manual_seed)}
         self.set_epoch = lambda loader, epoch: setattr(loader, "_num_iter_calls", epoch)
-        found = {"manual_seed_counts": orders[0] != orders[1]}
         return found | {"counted": epoch_after_a_resume(self)}
 
 
@@ -141,8 +126,7 @@ class Ray(Hand):
     def __init__(self):
         from ray.train.torch import prepare_model
 
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.wrap = prepare_model
+        self.rank, self.wrap = dist.get_rank(), prepare_model
 
     def loader(self, count, batch_size, **more):
         from ray.train.torch import prepare_data_loader
@@ -191,6 +175,15 @@ def epoch_after_a_resume(library):
     return orders.index(items(loader))
 
 
+def seed_counts(library, seed):
+    """Whether two seeds give two orders."""
+    orders = []
+    for number in (0, 1):
+        seed(number)
+        orders.append(items(library.loader(100, 8, shuffle=True)))
+    return orders[0] != orders[1]
+
+
 def facts(library):
     found = {}
     loader = library.loader(100, 8, shuffle=True, drop_last=True)
@@ -203,12 +196,7 @@ def facts(library):
     loader = library.loader(100, 8, shuffle=True)
     found["new_order"] = items(loader) != items(loader)
     found["resumed"] = epoch_after_a_resume(library)
-    orders = []
-    for number in (0, 1):
-        library.seed(number)
-        orders.append(items(library.loader(100, 8, shuffle=True)))
-    found["seed_counts"] = orders[0] != orders[1]
-
+    found["seed_counts"] = seed_counts(library, library.seed)
     library.seed(0)
     one, other = everywhere(torch.rand(1).item())
     found["random_differs"] = one != other

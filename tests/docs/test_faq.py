@@ -157,4 +157,5 @@ def test_an_iterable_data_set():
         names = dict(items=range(20), rank=rank, world_size=3, workers=2, worker=worker)
         exec("import itertools\n" + said("share = "), names)
         shares.append([*names["share"]])
-    assert sorted(sum(shares, [])) == [*range(20)] and len({*map(tuple, shares)}) == 6
+    assert sorted(item for share in shares for item in share) == [*range(20)]
+    assert len({*map(tuple, shares)}) == 6
