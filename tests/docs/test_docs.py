@@ -147,6 +147,11 @@ def result(output):
 
 
 @pytest.fixture(scope="module")
+def generated():
+    return generate.everything()
+
+
+@pytest.fixture(scope="module")
 def trained(clone):
     """The folder of checkpoints that a user has, who has run what comes first."""
     good(clone / "distributed.py", *QUICK)
@@ -275,12 +280,11 @@ def test_two_nodes(clone, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", matching(GENERATORS))
-def test_generators_change_nothing(command, clone):
+def test_generators_change_nothing(clone, generated):
     """Where all is as its sources."""
-    before = {path: (clone / path).read_text() for path in generate.everything()}
-    run(["env", *command.split()], clone, env=ACTIVE)
-    assert {path: (clone / path).read_text() for path in before} == before
+    for command in matching(GENERATORS):
+        run(["env", *command.split()], clone, env=ACTIVE)
+    assert {path: (clone / path).read_text() for path in generated} == generated
 
 
 def test_the_archives_are_unpacked(tmp_path, monkeypatch):
@@ -318,13 +322,12 @@ def test_weights_are_used_elsewhere(clone, trained, tmp_path):
 # ---- Texts
 
 
-def test_what_is_generated_is_as_its_source():
+def test_what_is_generated_is_as_its_source(generated):
     """So is every block of code. What is not code is a command, or what a command printed."""
-    made = generate.everything()
-    for path, text in made.items():
+    for path, text in generated.items():
         assert read(path) == text, f"{path}: run tools/generate.py"
     there = [*ROOT.glob("docs/*.svg"), *ROOT.glob("diffs/*")]
-    assert {str(path.relative_to(ROOT)) for path in there} <= made.keys()
+    assert {str(path.relative_to(ROOT)) for path in there} <= generated.keys()
     texts = [read(name) for name in ENGLISH]
     assert {name for text in texts for name, _ in BLOCK.findall(text)} == generate.blocks().keys()
     others = [FENCE.findall(BLOCK.sub("", text)) for text in texts]
