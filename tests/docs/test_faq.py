@@ -123,7 +123,10 @@ result = [*generator.parameters(), *judge.parameters()]
 
 
 def test_two_forward_passes(ranks):
-    """In one call or in two: the gradient is that of both, averaged. Not so of two backward()."""
+    """In one call or in two, and one backward(): the gradient is that of both, averaged.
+
+    That two backward() are wrong is seen in test_bugs.py.
+    """
     script = f"""
 net = nn.Linear(4, 8)
 model = DistributedDataParallel(net)
@@ -131,23 +134,19 @@ images = torch.randn(2, 2, 6, 4)
 a, b = images[rank]
 result = []
 
-def gradient_of(*losses):
+def add_gradient_of(loss):
     net.zero_grad()
-    for loss in losses:
-        loss.backward()
+    loss.backward()
     result.append(net.weight.grad.clone())
 
 {said("one, two = ")}
-gradient_of((one * two).mean())
-gradient_of((model(a) * model(b)).mean())
-gradient_of(sum((net(a) * net(b)).mean() / 2 for a, b in images))
-gradient_of(model(a).square().mean(), model(b).square().mean())
-gradient_of(sum((net(a).square() + net(b).square()).mean() / 2 for a, b in images))
+add_gradient_of((one * two).mean())
+add_gradient_of((model(a) * model(b)).mean())
+add_gradient_of(sum((net(a) * net(b)).mean() / 2 for a, b in images))
 """
-    for together, apart, whole, twice, not_twice in ranks(script):
+    for together, apart, whole in ranks(script):
         assert torch.allclose(together, whole, atol=1e-6)
         assert torch.allclose(apart, whole, atol=1e-6)
-        assert not torch.allclose(twice, not_twice, atol=1e-3)
 
 
 def test_an_iterable_data_set():
