@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 forks = multiprocessing.get_context("forkserver")
@@ -25,11 +26,11 @@ def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before=""):
         port = free.getsockname()[1]
     cwd = Path(cwd or Path(script).parent)
     output = cwd / "output.txt"
-    output.unlink(missing_ok=True)
+    output.write_text("")
     known = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
     known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
     arguments = [str(word) for word in (script, *flags)]
-    processes, deadline = [], time.monotonic() + 120
+    processes, deadline = [], time.monotonic() + 240
     for rank in range(ranks):
         own = known | {"RANK": rank, "LOCAL_RANK": rank} | (env or {})
         own = {name: str(value) for name, value in own.items()}
@@ -40,7 +41,7 @@ def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before=""):
         for process in processes:
             process.join(max(0, deadline - time.monotonic()))
         codes = [process.exitcode for process in processes]
-        assert None not in codes, f"{script} took more than 120 s:\n{output.read_text()}"
+        assert None not in codes, f"{script} took more than 240 s:\n{output.read_text()}"
         return codes, output.read_text()
     finally:
         for process in processes:
@@ -56,6 +57,7 @@ def be_a_rank(arguments, env, cwd, output, before):
     os.chdir(cwd)
     sys.argv = arguments
     sys.path[:0] = [os.path.dirname(arguments[0]), str(ROOT)]
+    torch.set_num_threads(1)  # as under torchrun
     try:
         exec(before, {})
         runpy.run_path(arguments[0], run_name="__main__")

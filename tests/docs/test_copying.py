@@ -11,28 +11,27 @@ from torch import nn
 from common.metrics import AverageMeter, accuracy
 from common.model import build_model
 from tests import nets
+from tests.docs.copies import edited
 from tests.docs.ranks import good
 
 
 @pytest.mark.full
 def test_a_script_alone_runs_with_what_may_do_nothing(work, tmp_path):
     """The functions that the page names are replaced by some that do as it says."""
-    page = (ROOT / "docs/copying.md").read_text()
-    said = re.search(
+    nothing, contexts, context, batches, row = re.search(
         r"^At first (.*) may do nothing; (.*) may return `(.*?)`\. "
         r"`(\w+)` may return the batches that it is given, `(\w+)` may print its row\.",
-        page,
+        (ROOT / "docs/copying.md").read_text(),
         re.M,
-    )
-    nothing, contexts = (re.findall(r"`(\w+)`", part) for part in said.groups()[:2])
-    stubs = [f"def {name}(*_, **__): return None" for name in nothing]
-    stubs += [f"def {name}(*_, **__): return {said[3]}" for name in contexts]
-    stubs += [f"def {said[4]}(batches, *_, **__): return batches"]
-    stubs += [f"def {said[5]}(run, row, *_, **__): print(row)"]
-    stubs = "\n".join(["import contextlib", *stubs, "\n\ndef main"])
+    ).groups()
+    results = dict.fromkeys(re.findall(r"`(\w+)`", nothing), "None")
+    results |= dict.fromkeys(re.findall(r"`(\w+)`", contexts), context)
+    results |= {batches: "args[0]", row: "print(args[1])"}
+    stubs = [f"def {name}(*args, **_): return {result}\n" for name, result in results.items()]
     text = (ROOT / "distributed.py").read_text()
-    assert nothing and all(f" {name}(" in text for name in nothing + contexts)
-    (tmp_path / "alone.py").write_text(text.replace("def main", stubs, 1))
+    assert all(f"{name}(" in text for name in results)
+    edits = [("\n\ndef main", "\n".join(["\nimport contextlib", *stubs, "\ndef main"]))]
+    (tmp_path / "alone.py").write_text(edited(text, edits))
     flags = [*SMALL, "--max-steps", "1", "--checkpoint-dir", tmp_path / "c"]
     assert "'val_loss': " in good(tmp_path / "alone.py", *flags, ranks=2, cwd=work)
 
@@ -41,19 +40,17 @@ def test_a_script_alone_runs_with_what_may_do_nothing(work, tmp_path):
 def test_a_schedule_by_step_ends_with_the_training(tmp_path):
     """As README.md says: it has as many steps as all epochs together, in each process."""
     row = re.search(r"^\| schedule by step (.*)$", (ROOT / "README.md").read_text(), re.M)[1]
-    steps, after, length = re.findall(r"`(.*?)`", row)[:3]
-    text = (ROOT / "minimal/distributed.py").read_text()
+    step, below, length = re.findall(r"`(.*?)`", row)[:3]
     made = f"scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, {length})"
-    for line, more in [
-        ("    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)", made),
-        (f"            {after}", steps),
-        ("    dist.destroy_process_group()", 'torch.save(scheduler.state_dict(), f"{rank}.pth")'),
-    ]:
-        assert text.count(f"{line}\n") == 1
-        indent = line[: len(line) - len(line.lstrip())]
-        text = text.replace(f"{line}\n", f"{line}\n{indent}{more}\n")
-    (tmp_path / "script.py").write_text(text)
-    good(tmp_path / "script.py", ranks=2)
+    saved = 'torch.save(scheduler.state_dict(), f"{rank}.pth")'
+    edits = [
+        ("    model = Distributed", f"    {made}\n    model = Distributed"),
+        (f"            {below}\n", f"            {below}\n            {step}\n"),
+        ("    dist.destroy", f"    {saved}\n    dist.destroy"),
+    ]
+    script = tmp_path / "script.py"
+    script.write_text(edited((ROOT / "minimal/distributed.py").read_text(), edits))
+    good(script, ranks=2)
     for rank in range(2):
         state = torch.load(tmp_path / f"{rank}.pth", weights_only=False)
         assert state["last_epoch"] == state["total_steps"] == 5 * (1437 // 64)
@@ -102,17 +99,16 @@ def test_soft_targets_count_by_their_most_probable_class(classes):
     torch.manual_seed(0)
     output, hard = torch.randn(64, classes), torch.randint(classes, (64,))
     soft = 0.7 * nn.functional.one_hot(hard, classes) + 0.3 / classes
-    ranks = output.argsort(dim=1, descending=True)
-    top1 = (ranks[:, 0] == hard).double().mean() * 100
-    top5 = (ranks[:, :5] == hard[:, None]).any(1).double().mean() * 100
+    found = output.argsort(dim=1, descending=True)[:, :5] == hard[:, None]
+    top1, top5 = (100 * found[:, :k].any(1).double().mean() for k in (1, 5))
     assert [top1, top5] == accuracy(output, soft) == accuracy(output, hard)
 
 
-def test_targets_that_are_no_classes_are_refused():
+@pytest.mark.parametrize("output, target", [((4, 3), (4, 3)), ((4, 3, 8, 8), (4,))])
+def test_targets_that_are_no_classes_are_refused(output, target):
     """Several classes at once, or an image of them: the numbers would mean nothing."""
-    for output, target in [((4, 3), (4, 3)), ((4, 3, 8, 8), (4,))]:
-        with pytest.raises(AssertionError):
-            accuracy(torch.rand(output), torch.zeros(target, dtype=torch.int64))
+    with pytest.raises(AssertionError):
+        accuracy(torch.rand(output), torch.zeros(target, dtype=torch.int64))
 
 
 def test_a_meter_takes_means_as_everywhere():

@@ -1,13 +1,18 @@
-"""Scripts that differ only where the strategy does, and diffs that follow their script."""
+"""Scripts that differ only where the strategy does; recipes that fit what their page says they fit;
+and diffs that follow their script.
+"""
 
 import ast
 import difflib
+import itertools
 import re
+import shutil
 import subprocess
 
 import pytest
 from conftest import ROOT
 
+from tests.docs.copies import patched
 from tools import generate
 
 # The functions that may differ from distributed.py's, besides main and parse_args; and what a block
@@ -53,12 +58,62 @@ def test_scripts_differ_only_where_the_strategy_is(name):
             assert kind == "equal" or re.search(strategy, block), f"{function}:\n{block}"
 
 
-def test_format_and_lint():
+def ruff(folder):
     for command in (["format", "--check"], ["check"]):
-        subprocess.run(["ruff", *command, "."], cwd=ROOT, check=True)
+        subprocess.run(["ruff", *command, "."], cwd=folder, check=True)
+
+
+def test_format_and_lint():
+    ruff(ROOT)
     scripts = [ROOT / "start.sh", ROOT / ".ci/run", ROOT / "distributed_slurm.sbatch"]
     scripts += [*ROOT.glob("tools/*.sh"), *ROOT.glob("tests/**/*.sh")]
     subprocess.run(["shellcheck", *scripts], check=True)
+
+
+# Of both pages of recipes: the name, the folder of the diffs, and how its sentence begins that says
+# which do not fit together.
+PAGES = [
+    ("docs/recipes.md", "recipes", "These change the same lines .*: (.*)"),
+    ("docs/recipes_minimal.md", "minimal/recipes", "do not fit together: (.*?),? which has"),
+]
+pages = pytest.mark.parametrize("page, folder, sentence", PAGES, ids=["full", "minimal"])
+
+
+def table(page):
+    """{recipe: the other scripts that its row says it fits}"""
+    rows = re.findall(r"^\| \[(\w+)\]\(#\w+\) (\|.*)$", (ROOT / page).read_text(), re.M)
+    return {name: re.findall(r"`(\w+)`", row.split("|")[-2]) for name, row in rows}
+
+
+@pages
+def test_recipes_fit_what_their_table_says(page, folder, sentence, tmp_path):
+    """No name is missing, and they are written as the scripts are."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    assert sorted(table(page)) == sorted(path.stem for path in (ROOT / folder).glob("*.diff"))
+    script = generate.WRITTEN[folder]
+    for name, others in table(page).items():
+        for number, fitting in enumerate([script, *(f"{other}.py" for other in others)]):
+            path = shutil.copy(ROOT / fitting, tmp_path / f"{name}_{number}.py")
+            assert patched(path, f"{folder}/{name}.diff"), f"{name} does not fit {fitting}"
+        written = (ROOT / f"{folder}/{name}.diff").read_text().splitlines()[2:]
+        assert "minimal" not in folder or sum(line[:1] in ("+", "-") for line in written) <= 15
+    ruff(tmp_path)
+
+
+@pages
+def test_which_recipes_do_not_fit_together(page, folder, sentence, tmp_path):
+    """In the order of the table."""
+    (said,) = re.findall(sentence, (ROOT / page).read_text())
+    clauses = [re.findall(r"`(\w+)`", clause) for clause in said.split(";")]
+    said = {frozenset([first, other]) for first, *others in clauses for other in others}
+    found = set()
+    for pair in itertools.combinations(table(page), 2):
+        path = shutil.copy(ROOT / generate.WRITTEN[folder], tmp_path / "script.py")
+        loosely = ["-l"] * (pair == ("accumulate", "clip"))
+        if not all(patched(path, f"{folder}/{name}.diff", *loosely) for name in pair):
+            found.add(frozenset(pair))
+    assert found == said
 
 
 LINES = [f"line {number}\n" for number in range(40)]

@@ -3,21 +3,20 @@ without GPUs; what is generated is as its source; links and names of functions h
 """
 
 import json
-import os
 import re
 import runpy
 import shlex
 import shutil
 import socket
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import PYTHON, ROOT, Job, last_result, needs_horovod, run
 from torchvision.datasets import imagenet
-from torchvision.models import ResNet18_Weights, resnet18
+from torchvision.models import resnet18
 
 from tests.cluster import test_slurm
+from tests.docs.copies import USER, cached_weights, commands_of
 from tests.docs.ranks import good
 from tests.unit.test_archives import pack
 from tools import generate
@@ -52,7 +51,7 @@ def commands(text):
 
 def in_docstrings(*folders):
     paths = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
-    return [c for path in paths for c in re.findall(r"^\$ (.*)$", path.read_text(), re.M)]
+    return [command for path in paths for command in commands_of(path.read_text())]
 
 
 # Those of docs/recipes*.md change the script, and are run block by block.
@@ -133,23 +132,23 @@ def clone(work, tmp_path_factory):
     shutil.copytree(work / "data", folder / "data")
     for part in ("train", "val"):
         shutil.copytree(work / "data/digits/val", folder / "data/small" / part)
-    # torchvision's weights, as if they had been downloaded before: random ones.
-    hub = folder / "data/torch/hub/checkpoints"
-    hub.mkdir(parents=True)
-    torch.save(resnet18().state_dict(), hub / Path(ResNet18_Weights.DEFAULT.url).name)
+    cached_weights(folder / "data/torch")
     return folder
 
 
-# The environment of these tests, as one that a user has activated; with a double of Apex, which
-# needs a GPU.
-ACTIVE = {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}
-ACTIVE["PYTHONPATH"] = str(ROOT / "tests/apex_doubles/today")
+# With a double of Apex, which needs a GPU.
+ACTIVE = USER | {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
 QUICK = "--max-steps 1 --image-size 32 -b 64 -j 1".split()
 PLAIN = [*QUICK, "-a", "tests.nets:plain"]
 
 
 def result(output):
     return last_result(output.replace("[0]<stdout>:", ""))  # horovodrun's
+
+
+@pytest.fixture(scope="module")
+def generated():
+    return generate.everything()
 
 
 @pytest.fixture(scope="module")
@@ -281,12 +280,11 @@ def test_two_nodes(clone, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", matching(GENERATORS))
-def test_generators_change_nothing(command, clone):
+def test_generators_change_nothing(clone, generated):
     """Where all is as its sources."""
-    before = {path: (clone / path).read_text() for path in generate.everything()}
-    run(["env", *command.split()], clone, env=ACTIVE)
-    assert {path: (clone / path).read_text() for path in before} == before
+    for command in matching(GENERATORS):
+        run(["env", *command.split()], clone, env=ACTIVE)
+    assert {path: (clone / path).read_text() for path in generated} == generated
 
 
 def test_the_archives_are_unpacked(tmp_path, monkeypatch):
@@ -324,13 +322,12 @@ def test_weights_are_used_elsewhere(clone, trained, tmp_path):
 # ---- Texts
 
 
-def test_what_is_generated_is_as_its_source():
+def test_what_is_generated_is_as_its_source(generated):
     """So is every block of code. What is not code is a command, or what a command printed."""
-    made = generate.everything()
-    for path, text in made.items():
+    for path, text in generated.items():
         assert read(path) == text, f"{path}: run tools/generate.py"
     there = [*ROOT.glob("docs/*.svg"), *ROOT.glob("diffs/*")]
-    assert {str(path.relative_to(ROOT)) for path in there} <= made.keys()
+    assert {str(path.relative_to(ROOT)) for path in there} <= generated.keys()
     texts = [read(name) for name in ENGLISH]
     assert {name for text in texts for name, _ in BLOCK.findall(text)} == generate.blocks().keys()
     others = [FENCE.findall(BLOCK.sub("", text)) for text in texts]

@@ -5,23 +5,21 @@ Apex is a double here: it proves our calls, not Apex.
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, Job, needs_horovod, run
-from sklearn.datasets import load_digits
+from conftest import ROOT, Job, needs_horovod, run
 
 from minimal import one_gpu
+from tests.cluster.test_slurm import CLUSTER, missing
+from tests.docs.copies import USER, accuracy, commands_of, edited, equal
 from tests.docs.ranks import good
 from tests.launched import cmdline
 
 NAMES = sorted(path.stem for path in (ROOT / "minimal").glob("*.py"))
-CLUSTER = ROOT / "tests/cluster/slurm/cluster.sh"
 
 
 def command_of(name, folder, processes=2, epochs=one_gpu.EPOCHS):
@@ -29,10 +27,10 @@ def command_of(name, folder, processes=2, epochs=one_gpu.EPOCHS):
     text = (ROOT / f"minimal/{name}.py").read_text()
     (folder / "minimal").mkdir()
     (folder / f"minimal/{name}.py").write_text(text.replace("EPOCHS = 5", f"EPOCHS = {epochs}"))
-    (command,) = re.findall(r"^\$ (.*)$", text, re.M)
+    (command,) = commands_of(text)
     command = command.replace("node=2", f"node={processes}")
     command = command.replace("node=4", "node=1").replace("-c 8", "-c 1")  # srun's: on two nodes
-    env = {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env = USER | {"OMP_NUM_THREADS": "1"}
     if name == "apex_distributed":
         env["PYTHONPATH"] = str(ROOT / "tests/apex_doubles/today")
     return ["env", *command.split()], env
@@ -41,8 +39,7 @@ def command_of(name, folder, processes=2, epochs=one_gpu.EPOCHS):
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """The environment in which srun finds a cluster of two nodes."""
-    path = os.environ["PATH"] + ":/usr/sbin"
-    if (not shutil.which("slurmctld", path=path) or os.getuid()) and "CI" not in os.environ:
+    if missing and "CI" not in os.environ:
         pytest.skip("needs root and: apt-get install slurmctld slurmd slurm-client munge")
     folder = tmp_path_factory.mktemp("slurm") / "cluster"
     begun = ["bash", "-c", f'eval "$({CLUSTER} start {folder})" && echo "$SLURM_CONF"']
@@ -86,33 +83,12 @@ def test_trains_and_saves_what_the_plain_net_loads(name, trained):
     assert float(said[-1][2]) >= 95 and said[-1][2] == accuracy(weights)
 
 
-def accuracy(weights):
-    """As the scripts print it: that of the plain net, on the whole validation set."""
-    net = one_gpu.build_net()
-    net.load_state_dict(weights)
-    digits = load_digits()
-    images = torch.tensor(digits.images[4::5], dtype=torch.float32).unsqueeze(1) / 16
-    with torch.no_grad():
-        correct = net.eval()(images).argmax(1) == torch.tensor(digits.target[4::5])
-    assert len(images) == 359
-    return f"{100 * correct.sum().item() / 359:.1f}"
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["multiprocessing_distributed", "distributed_slurm_main"])
-def test_the_launcher_changes_no_bit(name, trained):
-    assert_same(trained(name)[1], trained("distributed")[1])
-
-
-@pytest.mark.full
-def test_by_hand_is_what_ddp_does(trained):
-    assert_same(trained("by_hand")[1], trained("distributed")[1])
-
-
-def assert_same(weights, torchruns):
-    """To the bit."""
-    assert weights.keys() == torchruns.keys()
-    assert all(weights[key].equal(torchruns[key]) for key in weights)
+@pytest.mark.parametrize(
+    "name", ["multiprocessing_distributed", "distributed_slurm_main", "by_hand"]
+)
+def test_ends_with_the_bits_of_ddp_under_torchrun(name, trained):
+    assert equal(trained(name)[1], trained("distributed")[1])
 
 
 @pytest.mark.full
@@ -126,15 +102,12 @@ def test_fsdp_validates_in_parts_of_unlike_length(tmp_path):
 
     After a step each process has half of every weight, and no more.
     """
-    text = (ROOT / "minimal/fsdp_distributed.py").read_text()
+    text, line = (ROOT / "minimal/fsdp_distributed.py").read_text(), "        net.eval()"
     probe = """
         kept = [(w.numel(), w.to_local().numel()) for w in net.parameters()]
         torch.save(kept, f"kept{rank}.pth")"""
-    line = "        net.eval()"
-    for old, new in [("EPOCHS = 5", "EPOCHS = 1"), ("= 64  #", "= 179  #"), (line, line + probe)]:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (tmp_path / "script.py").write_text(text)
+    edits = [("EPOCHS = 5", "EPOCHS = 1"), ("= 64  #", "= 179  #"), (line, line + probe)]
+    (tmp_path / "script.py").write_text(edited(text, edits))
     output = good(tmp_path / "script.py", ranks=2)
     weights = torch.load(tmp_path / "digits.pth", weights_only=True)
     assert output == f"epoch 0: {accuracy(weights)} % correct\n"
