@@ -126,8 +126,8 @@ def test_the_recipe_of_the_same_bits(gpus, train, tmp_path):
 def test_a_gpu_that_is_full_is_one_line(gpus, train):
     """In the midst of building the model."""
     output = train(python(), gpus(1, REHEARSAL_MEMORY="2"), code=2)
-    line = r"^error: .*resnet18 .*--image-size 64: \w+Error: CUDA out of memory"
-    assert len(re.findall(line, output, re.M)) == output.count("rror: ") == 1, output
+    line = r"error: .*resnet18 .*--image-size 64: \w+Error: CUDA out of memory.*\n"
+    assert re.fullmatch(line, output), output
 
 
 def test_a_gpu_that_hangs_in_training_is_noticed(gpus, train):
