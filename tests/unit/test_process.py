@@ -84,3 +84,13 @@ def test_the_first_to_fail_ends_all_of_mp_spawn(main):
     """At once: an orderly exit would wait for loader workers, which ignore SIGTERM."""
     code, output = Child(f"{IMPORTS}def main(index): return {main}\n{SPAWN}").wait()
     assert (code, output.splitlines()[-1]) == MAINS[main] and "orderly" not in output
+
+
+def test_the_parent_of_mp_spawn_passes_signals_on():
+    code = "def main(index):\n    stop = StopRequest(True)\n    print('ready')\n"
+    code += "    return 75 if stop.requested.wait(60) else 0\n"
+    child = Child(f"{IMPORTS}{code}{SPAWN}")
+    assert sorted(child.output.readline() for _ in range(4)) == ["ready\n"] * 3 + ["started\n"]
+    time.sleep(0.5)  # until it waits
+    os.kill(child.process.pid, signal.SIGTERM)
+    assert child.wait() == (75, "")
