@@ -79,7 +79,7 @@ def parse_args():
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], help="of apex.amp, if there (default: O1)")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
-    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="another for each run")
+    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="a new folder for each run")
     add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
@@ -100,13 +100,14 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # and on this machine
+    # Signals are requests to stop from here on. die_with_parent: end if the launcher is killed.
     stop = StopRequest(die_with_parent="TORCHELASTIC_RUN_ID" in os.environ)
 
     # Find what a user can get wrong before any process waits for another.
     with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         # Run locks the folder, then reads the checkpoint, if there is one.
         run = Run(parse_args(), rank, world_size, local_world_size)
-        args = run.args  # complete: what is not given is the checkpoint's, or a default
+        args = run.args  # complete: --arch and --image-size may be the checkpoint's
         wrong = args.precision != "fp32" if amp else args.opt_level
         if wrong:
             raise ValueError("--opt-level is for an Apex with apex.amp, --precision for today's")
@@ -114,8 +115,8 @@ def main():
 
         # Data. Each process reads its own part of each batch and of the validation set. Workers are
         # forked here, before NCCL or gloo has threads: a fork would copy the locks that these hold.
-        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
-        # the sampler yields both, epoch and image.
+        # Data sets crop and flip their images at random. The sampler yields (epoch, image): Seeded
+        # seeds the random generators with these and --seed before it reads the image.
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
@@ -128,9 +129,11 @@ def main():
 
         # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
         torch.manual_seed(args.seed)
-        # A batch of one of what the model takes: the model is tried with it.
+        # A batch of one of what the model takes: build_model runs the model on it, as a test.
         example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
         net = build_model(args, len(train_set.classes), device, example)
+
+        # The store is where all processes meet.
         store = meet_all_ranks(rank, world_size, args.dist_timeout)  # a barrier: the first one
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
@@ -146,8 +149,8 @@ def main():
             timeout=timedelta(seconds=args.dist_timeout),
             device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
         )
-    # Batches on the device, normalised. To fetch one and to train on it may take --dist-timeout
-    # too: the loop over them is a `with watch:` block.
+    # Batches on the device; images, uint8 RGB, are normalised. Each turn of a loop over them is a
+    # `with watch:` block: to fetch a batch and to train on it may take --dist-timeout.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
 
@@ -184,12 +187,12 @@ def main():
         model.compile(dynamic=False)  # all batches have one size
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
     with user_errors(rank, stop):
-        # From now on these are saved. If there is a checkpoint, they are filled from it. Anything
-        # else with a state_dict() can be added: scheduler=scheduler.
+        # What checkpoints hold. If there is one to resume from, it fills them now. Anything else
+        # with a state_dict() can be added: scheduler=scheduler.
         run.attach(net, optimizer, scaler, meters)
         run.check_same(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
-            run.tidy_folder()  # removes what a killed run has left: half files, later rows
+            run.tidy_folder()  # removes half files of a killed run, and rows after the checkpoint
     if rank == 0:
         print_banner(run, train_set, val_set, example, backend, device)
     if args.evaluate:
@@ -197,7 +200,7 @@ def main():
         validate(val_batches, net, rank, world_size, args)
 
     # The epochs that are left, none with --evaluate, and their steps from `first` up to `end`.
-    # --max-steps may cut the last epoch short. A resumed one may only lack its validation.
+    # --max-steps may cut the last epoch short. A resumed one may lack nothing but its validation.
     for epoch, first, end in run.remaining(stop):
         train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
         speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
@@ -208,7 +211,7 @@ def main():
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_batches, net, rank, world_size, args)
-        is_best = run.end_epoch(acc1)  # on every rank. To stop early: run.end()
+        is_best = run.end_epoch(acc1)  # all ranks call it, and run.end(), which stops early
         if rank == 0:
             row = {
                 "epoch": run.epoch,  # epochs completed
@@ -231,7 +234,7 @@ def main():
     gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()
     dist.destroy_process_group()
-    # EX_TEMPFAIL: whoever has started it may do so again.
+    # EX_TEMPFAIL: it was stopped and saved, and whoever has started it may do so again.
     return 0 if run.finished() or args.evaluate else 75
 
 
@@ -265,7 +268,7 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
 
         run.step += 1
         acc1, acc5 = accuracy(output, target)
-        # Rounded to float32, which float64 adds up exactly: a resumed run has the same averages.
+        # float64 adds float32 numbers without rounding: a resumed run has the same averages.
         sums += torch.stack([loss.detach(), acc1, acc5]).float()
         at_end = run.step == progress.end
         # A complete epoch is saved before its validation, so a crash there loses only that.

@@ -47,7 +47,7 @@ def parse_args():
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     add("--precision", choices=DTYPES, default=precision, help="of the forward pass")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="another for each run")
+    add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="a new folder for each run")
     add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
@@ -63,20 +63,21 @@ def main():
     local_rank = 0
     world_size = 1
     local_world_size = 1
+    # Signals are requests to stop from here on. die_with_parent: end if the launcher is killed.
     stop = StopRequest(die_with_parent=False)
 
     # Find what a user can get wrong before anything expensive starts.
     with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         # Run locks the folder, then reads the checkpoint, if there is one.
         run = Run(parse_args(), rank, world_size, local_world_size)
-        args = run.args  # complete: what is not given is the checkpoint's, or a default
+        args = run.args  # complete: --arch and --image-size may be the checkpoint's
         device = set_up_device(local_rank, local_world_size, args)
         if args.compile and torch.cuda.device_count() > 1:
             raise ValueError("--compile cannot compile copies: use one GPU, or distributed.py")
 
         # Data. This process reads whole batches, and the whole validation set.
-        # Data sets crop and flip their images. Seeded makes that random by (seed, epoch, image):
-        # the sampler yields both, epoch and image.
+        # Data sets crop and flip their images at random. The sampler yields (epoch, image): Seeded
+        # seeds the random generators with these and --seed before it reads the image.
         train_set, val_set = image_folders(args.data, args.image_size)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
@@ -89,15 +90,15 @@ def main():
 
         # Model. `net` is the plain module, saved and loaded. `model` is trained and evaluated.
         torch.manual_seed(args.seed)
-        # A batch of one of what the model takes: the model is tried with it.
+        # A batch of one of what the model takes: build_model runs the model on it, as a test.
         example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
         net = build_model(args, len(train_set.classes), device, example)
 
     # From here on, an error ends this process with a line that names its epoch and step. So does a
     # `with watch:` block that takes too long.
     watch = Watch(rank, run, args.dist_timeout)
-    # Batches on the device, normalised. To fetch one and to train on it may take --dist-timeout
-    # too: the loop over them is a `with watch:` block.
+    # Batches on the device; images, uint8 RGB, are normalised. Each turn of a loop over them is a
+    # `with watch:` block: to fetch a batch and to train on it may take --dist-timeout.
     train_batches = Prefetcher(train_loader, device, watch)
     val_batches = Prefetcher(val_loader, device, watch)
 
@@ -121,11 +122,11 @@ def main():
         model.compile(dynamic=False)  # all batches have one size
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
     with user_errors(rank, stop):
-        # From now on these are saved. If there is a checkpoint, they are filled from it. Anything
-        # else with a state_dict() can be added: scheduler=scheduler.
+        # What checkpoints hold. If there is one to resume from, it fills them now. Anything else
+        # with a state_dict() can be added: scheduler=scheduler.
         run.attach(net, optimizer, scaler, meters)
         if rank == 0 and not args.evaluate:
-            run.tidy_folder()  # removes what a killed run has left: half files, later rows
+            run.tidy_folder()  # removes half files of a killed run, and rows after the checkpoint
     if rank == 0:
         print_banner(run, train_set, val_set, example, "nn.DataParallel", device)
     if args.evaluate:
@@ -133,7 +134,7 @@ def main():
         validate(val_batches, model, rank, world_size, args)
 
     # The epochs that are left, none with --evaluate, and their steps from `first` up to `end`.
-    # --max-steps may cut the last epoch short. A resumed one may only lack its validation.
+    # --max-steps may cut the last epoch short. A resumed one may lack nothing but its validation.
     for epoch, first, end in run.remaining(stop):
         train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
         speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
@@ -160,7 +161,7 @@ def main():
     if rank == 0 and not args.evaluate:
         print_end(run)  # how it goes on, or the best and how to evaluate it
     stop.ignore()  # a signal from here on could only hide the exit code
-    # EX_TEMPFAIL: whoever has started it may do so again.
+    # EX_TEMPFAIL: it was stopped and saved, and whoever has started it may do so again.
     return 0 if run.finished() or args.evaluate else 75
 
 
@@ -189,7 +190,7 @@ def train(batches, model, criterion, run, stop, rank, world_size, args):
 
         run.step += 1
         acc1, acc5 = accuracy(output, target)
-        # Rounded to float32, which float64 adds up exactly: a resumed run has the same averages.
+        # float64 adds float32 numbers without rounding: a resumed run has the same averages.
         sums += torch.stack([loss.detach(), acc1, acc5]).float()
         at_end = run.step == progress.end
         # A complete epoch is saved before its validation, so a crash there loses only that.

@@ -24,7 +24,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_argument(self, *names, **more):
         action = super().add_argument(*names, **more)
         default = action.default
-        if action.dest in IMAGENET:
+        if default is None and action.dest in IMAGENET:
             default = f"{IMAGENET[action.dest]}; for the digits: {DIGITS[action.dest]}"
         if default is not None and default is not False and default != argparse.SUPPRESS:
             action.help = f"{action.help or ''} (default: {default})"

@@ -23,7 +23,7 @@ from .report import append_line, cut_lines, json_line, whole_file
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
 FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
-TEMPORARY = re.compile(r"(checkpoint.*\.pth|model_best\.pth|metrics\.jsonl)\.\d+\.tmp")
+TEMPORARY = re.compile(r"(checkpoint.*|model_best)\.pth\.\d+\.tmp")
 
 
 class Run:

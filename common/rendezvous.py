@@ -14,11 +14,16 @@ def complete_environment(alone):
     """Take the values of `alone` if none of its variables is set.
 
     alone: {name: value} of a group of one process, as torchrun sets them. Raises ValueError when
-    only some are set, when a rank is not a number, and when it is not below the number of
-    processes: the others would wait for it in vain.
+    only some are set, when mpirun or srun has started several processes, each of which would train
+    alone, when a rank is not a number, and when it is not below the number of processes: the others
+    would wait for it in vain.
     """
     missing = [name for name in alone if name not in os.environ]
     if len(missing) == len(alone):
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+            if os.environ.get(name, "1") != "1":
+                count = f"{name}={os.environ[name]}"
+                raise ValueError(f"{count} but {' '.join(missing)} not set: start with torchrun")
         os.environ.update(alone)
     elif missing:
         raise ValueError(f"{' '.join(missing)} not set though others are: start with torchrun")

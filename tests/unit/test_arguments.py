@@ -33,6 +33,9 @@ def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
         "the newest of the run, if any -",
     ):
         assert words in text, words
+    of_a_copy = ArgumentParser()
+    of_a_copy.add_argument("--lr", default=0.3)
+    assert "(default: 0.3)" in of_a_copy.format_help()
 
 
 @pytest.mark.parametrize("data", [None, "somewhere"])

@@ -443,7 +443,7 @@ def test_only_the_newest_goes_on_in_its_folder(tmp_path):
 
 def test_only_our_own_temporary_files_are_removed(tmp_path):
     theirs = ["notes.tmp", "results.csv.2024.tmp", "checkpoint.pth.tmp", "checkpoint.pth.old"]
-    ours = [f"{name}.12.tmp" for name in (*NAMES, "metrics.jsonl", "checkpoint.damaged-1.pth")]
+    ours = [f"{name}.12.tmp" for name in (*NAMES, "checkpoint.damaged-1.pth")]
     for name in theirs + ours:
         (tmp_path / name).write_text(name)
     opened(tmp_path)

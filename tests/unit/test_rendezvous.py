@@ -32,6 +32,16 @@ def test_what_the_environment_must_say(wrong, monkeypatch):
         complete_environment(ALONE)
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_processes_of_other_launchers_do_not_train_alone(name, monkeypatch):
+    clean = without_launchers(os.environ)
+    monkeypatch.setattr(os, "environ", clean | {name: "1"})
+    complete_environment(ALONE)
+    monkeypatch.setattr(os, "environ", clean | {name: "4"})
+    with pytest.raises(ValueError, match=f"^{name}=4 but RANK .* not set: start with torchrun$"):
+        complete_environment(ALONE)
+
+
 @pytest.fixture
 def store(monkeypatch):
     """As torchrun's, which outlives its workers."""
