@@ -12,7 +12,7 @@ import torch
 from conftest import PYTHON, ROOT, run, without_launchers
 from torch.nn.utils.rnn import pad_sequence
 
-from common.batches import START
+from common import batches as memory
 from common.loader import Seeded, TrainSampler, start_loader
 from common.prefetcher import Prefetcher
 from tests.unit.child import Child
@@ -120,7 +120,7 @@ def test_a_batch_stays_what_it_is(workers):
 def test_memory_of_large_tensors_is_used_again(make):
     """Also after an epoch that ended early, and after one of which all was held."""
     loader, places = start_loader(Items(make), range(40), 2, 2, CPU), set()
-    pieces = [np.frombuffer(piece, np.uint8)[START:] for piece in loader.collate_fn.pieces]
+    pieces = [np.frombuffer(piece, np.uint8)[memory.START :] for piece in loader.collate_fn.pieces]
     pieces = {piece.ctypes.data for piece in pieces}
     for last in (3, 19):
         for number, (tensor, target) in enumerate(loader):
