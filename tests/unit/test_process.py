@@ -50,7 +50,7 @@ def test_the_first_signals_are_a_request_and_a_later_one_an_end():
 def test_no_file_takes_the_number_of_a_closed_output(tmp_path):
     """What native code prints would go into it."""
     code = "os.close(1)\nos.close(2)\nsys.stdout = sys.stderr = None\nStopRequest(False)\n"
-    code += f"file = open('{tmp_path}/made', 'w')\nfile.write(str(file.fileno()))"
+    code += f"with open('{tmp_path}/made', 'w') as file: file.write(str(file.fileno()))"
     assert Child(IMPORTS + code).wait() == (0, "")
     assert int((tmp_path / "made").read_text()) > 2
 
