@@ -70,7 +70,7 @@ def main():
     with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         # Run locks the folder, then reads the checkpoint, if there is one.
         run = Run(parse_args(), rank, world_size, local_world_size)
-        args = run.args  # complete: --arch and --image-size may be the checkpoint's
+        args = run.args  # complete; --arch and --image-size may come from the checkpoint
         device = set_up_device(local_rank, local_world_size, args)
         if args.compile and torch.cuda.device_count() > 1:
             raise ValueError("--compile cannot compile copies: use one GPU, or distributed.py")
@@ -134,7 +134,7 @@ def main():
         validate(val_batches, model, rank, world_size, args)
 
     # The epochs that are left, none with --evaluate, and their steps from `first` up to `end`.
-    # --max-steps may cut the last epoch short. A resumed one may lack nothing but its validation.
+    # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
     for epoch, first, end in run.remaining(stop):
         train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
         speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
@@ -161,7 +161,7 @@ def main():
     if rank == 0 and not args.evaluate:
         print_end(run)  # how it goes on, or the best and how to evaluate it
     stop.ignore()  # a signal from here on could only hide the exit code
-    # EX_TEMPFAIL: it was stopped and saved, and whoever has started it may do so again.
+    # 75 is EX_TEMPFAIL: the run was stopped and saved, and can be started again.
     return 0 if run.finished() or args.evaluate else 75
 
 

@@ -80,7 +80,7 @@ def main():
     with user_errors(local_rank, stop):  # one line from each node, and exit code 2
         # Run locks the folder, then reads the checkpoint, if there is one.
         run = Run(parse_args(), rank, world_size, local_world_size)
-        args = run.args  # complete: --arch and --image-size may be the checkpoint's
+        args = run.args  # complete; --arch and --image-size may come from the checkpoint
         device = set_up_device(local_rank, local_world_size, args)
         if device.type == "cuda" and not (hvd.cuda_built() or hvd.rocm_built()):
             raise ValueError("this Horovod knows no GPUs: install nvcc, then Horovod again")
@@ -150,7 +150,7 @@ def main():
         validate(val_batches, net, rank, world_size, args)
 
     # The epochs that are left, none with --evaluate, and their steps from `first` up to `end`.
-    # --max-steps may cut the last epoch short. A resumed one may lack nothing but its validation.
+    # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
     for epoch, first, end in run.remaining(stop):
         train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
         speed = train(train_batches, model, criterion, run, stop, rank, world_size, args)
@@ -161,7 +161,7 @@ def main():
         for buffer in net.buffers():
             hvd.broadcast_(buffer, root_rank=0)
         val_loss, acc1, acc5 = validate(val_batches, net, rank, world_size, args)
-        is_best = run.end_epoch(acc1)  # all ranks call it, and run.end(), which stops early
+        is_best = run.end_epoch(acc1)  # on all ranks. To stop early all call run.end() here
         if rank == 0:
             row = {
                 "epoch": run.epoch,  # epochs completed
@@ -182,7 +182,7 @@ def main():
     stop.ignore()  # a signal from here on could only hide the exit code
     hvd.barrier()  # horovodrun kills the others once one has ended with 75: not while rank 0 saves
     hvd.shutdown()
-    # EX_TEMPFAIL: it was stopped and saved, and whoever has started it may do so again.
+    # 75 is EX_TEMPFAIL: the run was stopped and saved, and can be started again.
     return 0 if run.finished() or args.evaluate else 75
 
 

@@ -34,6 +34,9 @@ class Run:
     to the CPU; "auto" takes the newest good one in the folder, or starts afresh. The folder is not
     changed before tidy_folder(). Where `step` equals steps_per_epoch, only the validation is left.
 
+    local_world_size: how many processes share the cores of this node. From it follows the number of
+    loader workers, args.workers, where none is given.
+
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
     """

@@ -5,6 +5,7 @@ import importlib
 import os
 
 import torch
+from torch.utils._pytree import tree_map
 from torchvision import models
 
 from .arguments import first_line
@@ -16,7 +17,7 @@ def build_model(args, num_classes, device, example=None):
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
     with num_classes=. With args.pretrained it starts from torchvision's weights. example: a batch
-    of one of what the model takes, on `device`, with which the model is tried. Raises ValueError
+    of one of what the model takes, on any device, with which the model is tried. Raises ValueError
     for a model that cannot be found or built, for weights that cannot be loaded, and for a model
     that does not make one row of class scores, [1, num_classes], of the example.
     """
@@ -47,6 +48,7 @@ def build_model(args, num_classes, device, example=None):
     if args.pretrained:
         _load_weights(net, args)
     if example is not None:
+        example = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
         _try(net, example, num_classes, args)
     return net.train()
 

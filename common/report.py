@@ -204,7 +204,7 @@ def print_banner(run, train_set, val_set, example, backend, device):
     elif args.evaluate or args.resume:
         lines.append("no checkpoint was read")
     before, now = run.resumed_args, run.saved_args
-    for name in sorted(before.keys() & now.keys() - {"resume", "evaluate"}):
+    for name in sorted(before.keys() & now.keys() - {"resume", "evaluate", "workers"}):
         if before[name] != now[name]:
             lines.append(f"  changed: {name} {before[name]} -> {now[name]}")
     if not args.evaluate and run.finished():

@@ -109,3 +109,9 @@ def test_weights_are_downloaded_once_a_node(hub, monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         nets = list(pool.map(lambda _: build_model(args, 7, CPU), range(3)))
     assert len(nets) == 3 and len(downloads) == 1
+
+
+def test_an_example_may_lie_on_another_device():
+    """As a collate_fn makes it: in host memory, and the model is on a GPU."""
+    example = torch.zeros(1, 3, 24, 24)
+    build_model(arguments("resnet18", 24), 10, torch.device("meta"), example)

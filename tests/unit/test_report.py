@@ -177,7 +177,7 @@ def test_the_banner_is_true_of_a_copy(tmp_path, capsys):
 def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     write(tmp_path, 2)
     (tmp_path / "checkpoint.pth").write_bytes(b"damaged")
-    run = read(tmp_path, world_size=2, seed=5, evaluate=True)
+    run = read(tmp_path, world_size=2, seed=5, workers=99, evaluate=True)  # 99 change nothing
     run.attach(*parts())
     assert banner(run, capsys, IMAGE).splitlines()[4:] == [
         f"{tmp_path}/checkpoint.pth is damaged (BadZipFile: File is not a zip file)",
