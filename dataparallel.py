@@ -10,17 +10,17 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import cross_entropy
 
-from common.arguments import ArgumentParser, bounded, user_errors
-from common.checkpoint import Run
+from longrun.arguments import ArgumentParser, bounded, user_errors
+from longrun.checkpoint import Run
 from common.device import set_up_device
 from common.images import image_folders
 from common.loader import Seeded, TrainSampler, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy
 from common.model import build_model
 from common.prefetcher import Prefetcher
-from common.process import StopRequest
-from common.report import ProgressMeter, print_banner, print_end, print_epoch, with_bar
-from common.watch import Watch
+from longrun.process import StopRequest
+from longrun.report import ProgressMeter, print_banner, print_end, print_epoch, with_bar
+from longrun.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,7 +29,7 @@ def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     positive, not_negative, number = bounded(int, 1), bounded(int, 0), bounded(float, 0)
-    # The defaults of six flags depend on --data: IMAGENET and DIGITS in common/arguments.py.
+    # The defaults of six flags depend on --data: IMAGENET and DIGITS in longrun/arguments.py.
     add("--data", metavar="DIR", help="holds train/ and val/, a folder per class (default: digits)")
     add("-a", "--arch", help="a model of torchvision, or your package.module:callable")
     add("--pretrained", action="store_true", help="start from torchvision's weights")

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 
-from common.arguments import ArgumentParser, user_errors
+from longrun.arguments import ArgumentParser, user_errors
 
 # What is drawn in one panel; any other number in a row has a panel of its own.
 PANELS = {

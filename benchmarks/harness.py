@@ -17,9 +17,9 @@ from statistics import median
 
 import torch
 
-from common.arguments import user_errors
+from longrun.arguments import user_errors
 from common.device import own_cores
-from common.process import end_with_parent
+from longrun.process import end_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGENET_IMAGES = 1281167

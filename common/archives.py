@@ -10,11 +10,11 @@ import tempfile
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torchvision.datasets import imagenet
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from .report import locked, whole_file
 
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -62,12 +62,14 @@ def load_index(paths, part):
         open(f"{place}.lock", "a").close()
     except OSError as error:
         raise ValueError(f"{error}: set TORCH_HOME to a folder that can be written") from None
-    with locked(f"{place}.lock"):
+    with FileLock(f"{place}.lock"):
         with contextlib.suppress(Exception), np.load(place) as file:  # none yet, or it is damaged
             return dict(file)
         index = make_index(paths, part)
-        with whole_file(place) as file:
+        partial = f"{place}.{os.getpid()}"
+        with open(partial, "wb") as file:
             np.savez(file, **index)
+        os.replace(partial, place)
         return index
 
 

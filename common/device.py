@@ -1,10 +1,14 @@
 """Which GPU and how many CPU cores a process uses."""
 
 import ctypes
+import multiprocessing
 import os
+import signal
 
 import joblib
 import torch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # ask a run to stop
 
 
 def own_cores(local_world_size):
@@ -73,3 +77,16 @@ def keep_memory():
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0)  # M_MMAP_MAX: no block outside of the heap,
     libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
+
+
+def end_with_parent():
+    """Let the kernel, Linux, kill this process when the one that started it is gone.
+
+    A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
+    to the folder that the next run uses.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # The parent may have died before that line, during our imports.
+    parent = multiprocessing.parent_process()  # None below a launcher of another kind
+    if parent and parent.pid != os.getppid():
+        os._exit(1)

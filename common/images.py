@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import torch
+from filelock import FileLock
 from PIL import Image
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
@@ -14,7 +15,6 @@ from torchvision.transforms.v2 import functional as F
 
 from .archives import find_archives, load_index, read_member
 from .decode import decode
-from .report import locked
 
 
 def image_folders(data, image_size):
@@ -193,7 +193,7 @@ def digits_folder(parent="data"):
     """
     root = os.path.join(parent, "digits")
     os.makedirs(parent, exist_ok=True)
-    with locked(os.path.join(parent, ".lock")):
+    with FileLock(os.path.join(parent, ".lock")):
         if os.path.isdir(root):
             return root
         try:

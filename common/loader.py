@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .batches import SharedBatches, collate
-from .device import keep_memory
-from .process import SIGNALS, end_with_parent
+from .device import SIGNALS, end_with_parent, keep_memory
 
 
 def position_seed(*position):

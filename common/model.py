@@ -5,11 +5,14 @@ import importlib
 import os
 
 import torch
+from filelock import FileLock
 from torch.utils._pytree import tree_map
 from torchvision import models
 
-from .arguments import first_line
-from .report import locked
+
+
+def _first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def build_model(args, num_classes, device, example=None):
@@ -68,7 +71,7 @@ def _one_line(problem):
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
+        raise ValueError(f"{problem}: {type(error).__name__}: {_first_line(error)}") from error
 
 
 @torch.no_grad()
@@ -78,11 +81,11 @@ def _load_weights(net, args):
     folder = os.path.join(torch.hub.get_dir(), "checkpoints")
     try:
         os.makedirs(folder, exist_ok=True)
-        with locked(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
+        with FileLock(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
             # Not the file's own names: some are old, and only torchvision knows what they became.
             source = models.get_model(args.arch, weights=weights).state_dict()
     except Exception as error:
-        reason = f"{first_line(error)}: without internet, put {weights.url} into {folder}"
+        reason = f"{_first_line(error)}: without internet, put {weights.url} into {folder}"
         raise ValueError(f"cannot download the weights of {args.arch}: {reason}") from None
     for name, value in net.state_dict().items():
         if source[name].shape == value.shape:

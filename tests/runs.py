@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common.checkpoint import Run
+from longrun.checkpoint import Run
 from common.metrics import AverageMeter
 from tests import nets
 

@@ -291,7 +291,7 @@ def memory():
     import torch  # takes seconds
     from torchvision import models
 
-    from common.sharded import blocks, precision_policy
+    from longrun.sharded import blocks, precision_policy
 
     rows = []
     for name in ("resnet50", "vit_l_16", "vit_h_14"):
@@ -334,7 +334,7 @@ def blocks():
         made[f"{folder[:-1]} {name}"] = show(text)
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
-    made["imports"] = excerpt("distributed.py", ("from common", "from common.watch"))
+    made["imports"] = excerpt("distributed.py", ("from common", "from longrun.watch"))
     made["evaluation"] = excerpt(
         "distributed.py",
         ("val_sampler = range", "val_sampler = range"),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.arguments import DIGITS, IMAGENET, ArgumentParser, complete, say, user_errors
+from longrun.arguments import DIGITS, IMAGENET, ArgumentParser, complete, say, user_errors
 
 
 def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):

@@ -21,7 +21,7 @@ from conftest import load, rows, same_state
 from torch.utils._pytree import tree_map
 
 from common import checkpoint
-from common.checkpoint import Damaged, Run, fingerprint, read_checkpoint
+from longrun.checkpoint import Damaged, Run, fingerprint, read_checkpoint
 from common.metrics import AverageMeter
 from tests import nets
 from tests.runs import (

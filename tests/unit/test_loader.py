@@ -228,7 +228,7 @@ def test_a_batch_that_cannot_be_sent_ends_the_loader():
 
 START = """
 import os, resource, time, torch
-from common.arguments import user_errors
+from longrun.arguments import user_errors
 from common.loader import start_loader
 
 class Slow(list):

@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-import common.spawn  # noqa: F401 - before the forks
+import longrun.spawn  # noqa: F401 - before the forks
 from tests.unit.child import Child
 
 IMPORTS = """
 import atexit, os, signal, sys, time
 import torch.multiprocessing as mp
-from common.arguments import user_errors
-from common.process import StopRequest, end_with_parent
-from common.spawn import run_child, supervise
+from longrun.arguments import user_errors
+from longrun.process import StopRequest, end_with_parent
+from longrun.spawn import run_child, supervise
 
 atexit.register(print, "orderly")
 """

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from conftest import without_launchers
 
-from common.rendezvous import complete_environment, meet_all_ranks
+from longrun.rendezvous import complete_environment, meet_all_ranks
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 WRONG = {

@@ -11,7 +11,7 @@ from conftest import rows
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.metrics import AverageMeter
-from common.report import ProgressMeter, json_line, print_banner, print_end, print_epoch
+from longrun.report import ProgressMeter, json_line, print_banner, print_end, print_epoch
 from tests.runs import Images, opened, parts, read, two_groups, write
 
 

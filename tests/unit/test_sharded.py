@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchvision import models
 
-from common.sharded import Shards, blocks, precision_policy
+from longrun.sharded import Shards, blocks, precision_policy
 from tests import nets
 
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from common.slurm import SrunTask, first_host, processes_per_task
+from longrun.slurm import SrunTask, first_host, processes_per_task
 
 
 def test_the_first_host_of_a_list():

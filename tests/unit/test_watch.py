@@ -7,14 +7,14 @@ import subprocess
 import pytest
 from conftest import PYTHON, ROOT
 
-import common.watch  # noqa: F401 - before the forks
+import longrun.watch  # noqa: F401 - before the forks
 from tests.unit.child import Child
 
 WATCH = """
 import ctypes, faulthandler, os, signal, sys, time, traceback, types
 import torch.distributed as dist
-import common.watch
-from common.watch import Watch
+import longrun.watch
+from longrun.watch import Watch
 
 where = types.SimpleNamespace(place=lambda: "epoch 5 step 6")
 """
@@ -50,7 +50,7 @@ print("outside")
 with watch: time.sleep(100)
 """,
     "native": """
-common.watch.NATIVE, hang = 1, ctypes.PyDLL(None).sleep  # it keeps the interpreter's lock
+longrun.watch.NATIVE, hang = 1, ctypes.PyDLL(None).sleep  # it keeps the interpreter's lock
 watch = Watch(3, where, 1)
 with watch: pass
 hang(4)

@@ -16,9 +16,10 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from common.device import own_cores
+
 from .arguments import complete, first_line
-from .device import own_cores
-from .report import append_line, cut_lines, json_line, whole_file
+from .files import append_line, cut_lines, json_line, whole_file
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"

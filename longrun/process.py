@@ -1,15 +1,13 @@
 """How a process is asked to stop, and ends with the process that started it."""
 
-import ctypes
 import math
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+from common.device import SIGNALS, end_with_parent
 
 
 class StopRequest:
@@ -66,16 +64,3 @@ class StopRequest:
         """Let these signals end the process at once from here on."""
         signal.set_wakeup_fd(-1)
         self._handle(signal.SIG_DFL)
-
-
-def end_with_parent():
-    """Let the kernel, Linux, kill this process when the one that started it is gone.
-
-    A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
-    to the folder that the next run uses.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # The parent may have died before that line, during our imports.
-    parent = multiprocessing.parent_process()  # None below a launcher of another kind
-    if parent and parent.pid != os.getppid():
-        os._exit(1)

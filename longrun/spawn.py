@@ -7,7 +7,7 @@ import sys
 
 import torch.multiprocessing as mp
 
-from .process import SIGNALS
+from common.device import SIGNALS
 
 
 def run_child(index, main, *args):

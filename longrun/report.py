@@ -1,8 +1,5 @@
 """What a run reports: on the screen, and in metrics.jsonl."""
 
-import contextlib
-import fcntl
-import json
 import math
 import os
 import sys
@@ -13,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from .arguments import is_terminal, paint, tell, tell_torchrun
-from .decode import DECODERS
+from common.decode import DECODERS
 
 BAR = "{desc} {bar} {n}/{total} {remaining}"
 # What print_epoch() shows of a row under another name, and what it does not show as a score.
@@ -212,70 +209,3 @@ def print_banner(run, train_set, val_set, example, backend, device):
         early = ", and it was ended early" if run.ended else ""
         lines.append(f"nothing left to train: {done}{early}")
     tell(*lines)
-
-
-@contextlib.contextmanager
-def whole_file(path, keep=None):
-    """A new binary file that takes the place of `path` when the block ends: all of it, or nothing.
-
-    keep: where the old file goes. Raises OSError, and leaves the old file, where it cannot be
-    written.
-    """
-    new = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(new, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if keep and os.path.exists(path):
-            os.replace(path, keep)
-        os.replace(new, path)
-    except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
-        if "DataLoader worker" in str(error):  # a worker has died meanwhile: no matter of this file
-            raise
-        raise OSError(f"cannot write {path}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):  # it is gone already, or the disk is
-            os.remove(new)
-
-
-@contextlib.contextmanager
-def locked(path):
-    """Run the block in one process at a time, by a lock on a file that may be new.
-
-    Where that cannot be written, or the file system has no locks, nobody waits.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
-        yield
-
-
-def json_line(row):
-    """A dict as a line of JSON, which has no NaN and no infinity: they become null."""
-    lost = [key for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)]
-    return json.dumps(row | dict.fromkeys(lost)) + "\n"
-
-
-def append_line(path, line):
-    """Add a line to metrics.jsonl, and have it on the disk."""
-    with open(path, "a") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def cut_lines(path, epoch, step):
-    """Cut metrics.jsonl at its first line beyond a position: that will be written again."""
-    if not os.path.exists(path):
-        return
-    with open(path, "rb+") as file:
-        while line := file.readline():
-            try:
-                row = json.loads(line)
-                beyond = (row["epoch"], row["step"]) > (epoch, step)
-            except (ValueError, TypeError, KeyError):  # not ours, or a killed process wrote half
-                beyond = not line.endswith(b"\n")
-            if beyond:
-                file.truncate(file.tell() - len(line))
-                return
