@@ -16,48 +16,43 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from longrun.arguments import ArgumentParser, bounded, user_errors
-from longrun.checkpoint import Run
-from common.device import set_up_device
+from common.device import own_cores, set_up_device
 from common.images import image_folders
-from common.loader import Seeded, TrainSampler, seed_step, start_loader
+from common.loader import TrainSampler, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy, reduce_mean
 from common.model import build_model
 from common.prefetcher import Prefetcher
+from longrun.arguments import ArgumentParser, bounded, user_errors
+from longrun.checkpoint import Run
 from longrun.process import StopRequest
-from longrun.rendezvous import complete_environment, meet_all_ranks
-from longrun.report import ProgressMeter, print_banner, print_end, print_epoch, with_bar
+from longrun.rendezvous import complete_environment
+from longrun.report import ProgressMeter, print_banner, print_end
 from longrun.sharded import Shards, blocks, precision_policy
 from longrun.watch import Watch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # bf16 needs no loss scaling
-GROUP_OF_ONE = {  # for plain python: what torchrun would set for a single process
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}
+# The defaults of flags are ImageNet's. Without --data, these suit the built-in digits.
+DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "warmup_epochs": 1, "image_size": 64}
 
 
-def parse_args():
+def parse_args(local_world_size):
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     positive, not_negative, number = bounded(int, 1), bounded(int, 0), bounded(float, 0)
-    # The defaults of six flags depend on --data: IMAGENET and DIGITS in longrun/arguments.py.
     add("--data", metavar="DIR", help="holds train/ and val/, a folder per class (default: digits)")
-    add("-a", "--arch", help="a model of torchvision, or your package.module:callable")
+    arch = "a model of torchvision, or your package.module:callable"
+    add("-a", "--arch", default="resnet50", help=arch)
     add("--pretrained", action="store_true", help="start from torchvision's weights")
-    add("--epochs", type=positive, help="passes over the training images")
-    add("-b", "--batch-size", type=positive, help="images per step, over all processes")
-    add("--lr", type=number, help="learning rate for a batch of 256; it is scaled with the batch")
-    add("--warmup-epochs", type=number, help="epochs in which the learning rate rises linearly")
+    add("--epochs", type=positive, default=90, help="passes over the training images")
+    add("-b", "--batch-size", type=positive, default=256, help="images per step, all processes")
+    add("--lr", type=number, default=0.1, help="for a batch of 256; it is scaled with the batch")
+    add("--warmup-epochs", type=number, default=5, help="in which the rate rises linearly")
     add("--momentum", type=number, default=0.9, help="momentum of SGD")
     add("--weight-decay", "--wd", type=number, default=1e-4, help="decay of all weights")
     add("--label-smoothing", type=bounded(float, 0, 1), default=0.0, help="of the training loss")
-    add("-j", "--workers", type=not_negative, help="loader processes per data set (default: cores)")
-    add("--image-size", type=bounded(int, 1, 4096), help="side length in pixels")
+    workers = own_cores(local_world_size)
+    add("-j", "--workers", type=bounded(int, 0, 1024), default=workers, help="loader processes")
+    add("--image-size", type=bounded(int, 1, 4096), default=224, help="side length in pixels")
     add("-p", "--print-freq", type=positive, default=10, help="steps between two lines")
     add("--seed", type=bounded(int, 0, 2**63 - 1), default=0, help="random seed")
     precision = "bf16" if torch.cuda.is_available() else "fp32"
@@ -72,75 +67,67 @@ def parse_args():
     add("--backend", choices=["nccl", "gloo"], help="(default: nccl on GPUs, gloo on CPUs)")
     add("--dist-timeout", type=bounded(int, 1, 10**6), default=600, help="seconds a step may take")
     add("--local-rank", "--local_rank", help="ignored: some launchers pass it")
+    args = parser.parse_args()
+    if args.data is None:
+        parser.set_defaults(**DIGITS)
+    # Where they are not given, these two are the checkpoint's.
+    parser.set_defaults(**Run.saved_flags(args, "arch", "image_size"))
     return parser.parse_args()
 
 
 def main():
     # Who am I? torchrun sets these variables for each process; plain python is a group of one.
     with user_errors(rank=0):  # all print, for none knows its rank yet
-        complete_environment(GROUP_OF_ONE)  # an error if only some of them are set
+        complete_environment()  # an error if only some of them are set
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # and on this machine
-    # Signals are requests to stop from here on. die_with_parent: end if the launcher is killed.
-    stop = StopRequest(die_with_parent="TORCHELASTIC_RUN_ID" in os.environ)
 
     # Find what a user can get wrong before any process waits for another.
-    with user_errors(local_rank, stop):  # one line from each node, and exit code 2
-        # Run locks the folder, then reads the checkpoint, if there is one.
-        run = Run(parse_args(), rank, world_size, local_world_size)
-        args = run.args  # complete; --arch and --image-size may come from the checkpoint
+    with user_errors(local_rank):  # one line from each node, and exit code 2
+        args = parse_args(local_world_size)
+        run = Run(args, rank, world_size)  # locks the folder, and reads the checkpoint, if any
         device = set_up_device(local_rank, local_world_size, args)
 
         # Data. Each process reads its own part of each batch and of the validation set. Workers are
         # forked here, before NCCL or gloo has threads: a fork would copy the locks that these hold.
-        # Data sets crop and flip their images at random. The sampler yields (epoch, image): Seeded
-        # seeds the random generators with these and --seed before it reads the image.
-        train_set, val_set = image_folders(args.data, args.image_size)
+        # Training images are cropped and flipped at random: `seed`, epoch and image decide how.
+        train_set, val_set = image_folders(args.data, args.image_size, args.evaluate)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         run.plan(train_set, train_sampler.steps_per_epoch)  # an error if the checkpoint differs
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
-            Seeded(train_set, args.seed), train_sampler, local_batch_size, args.workers, device
+            train_set, train_sampler, local_batch_size, args.workers, device, seed=args.seed
         )
         val_loader = start_loader(val_set, val_sampler, local_batch_size, args.workers, device)
 
         # Model. `net` is whole, on the CPU: it is saved and loaded. `model` trains and validates.
         torch.manual_seed(args.seed)
-        # A batch of one of what the model takes: build_model runs the model on it, as a test.
-        example = torch.zeros(1, 3, args.image_size, args.image_size, device=device)
+        # What the model takes: build_model tries it on two images, for BatchNorm needs two.
+        example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), torch.device("cpu"), example)
 
-        # The store is where all processes meet.
-        store = meet_all_ranks(rank, world_size, args.dist_timeout)  # a barrier: the first one
-
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
-    # does a `with watch:` block that takes too long: NCCL's set-up has no limit of its own.
+    # does what takes more than --dist-timeout after watch.beat().
     watch = Watch(rank, run, args.dist_timeout)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
-    with watch:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=args.dist_timeout),
-            device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
-        )
-    # Batches on the device; images, uint8 RGB, are normalised. Each turn of a loop over them is a
-    # `with watch:` block: to fetch a batch and to train on it may take --dist-timeout.
-    train_batches = Prefetcher(train_loader, device, watch)
-    val_batches = Prefetcher(val_loader, device, watch)
+    watch.beat()
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=args.dist_timeout),
+        device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
+    )
+    # Batches on the device; images, uint8 RGB, are normalised.
+    train_batches = Prefetcher(train_loader, device)
+    val_batches = Prefetcher(val_loader, device)
 
-    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = torch.optim.SGD(
         net.parameters(),
         lr=args.lr * args.batch_size / 256,  # train() sets it before each step
         momentum=args.momentum,
         weight_decay=args.weight_decay,
-        fused=True,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
@@ -155,7 +142,7 @@ def main():
     if args.compile:
         model.compile(dynamic=False)  # all batches have one size
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
-    with user_errors(rank, stop):
+    with user_errors(rank):
         # What checkpoints hold. If there is one to resume from, it fills them now. Anything else
         # with a state_dict() can be added: scheduler=scheduler.
         run.attach(net, optimizer, scaler, meters)
@@ -164,23 +151,23 @@ def main():
             run.tidy_folder()  # removes half files of a killed run, and rows after the checkpoint
     shards.scatter()  # rank 0's weights go to all processes, in shards
     if rank == 0:
-        print_banner(run, train_set, val_set, example, backend, device)
+        print_banner(run, train_set, val_set, backend, device)
     if args.evaluate:
-        stop.restore_defaults()  # nothing needs to be saved
-        validate(val_batches, model, rank, world_size, args)
+        validate(val_batches, model, watch, rank, world_size, args)
+    stop = StopRequest()  # from here on, signals are requests to stop: there is something to save
 
-    # The epochs that are left, none with --evaluate, and their steps from `first` up to `end`.
+    # The epochs that are left, none with --evaluate, and a range of the steps to do in each.
     # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
-    for epoch, first, end in run.remaining(stop):
-        train_sampler.set_epoch(epoch, first, end)  # a new order, and the steps still to do
-        speed = train(train_batches, shards, criterion, run, stop, rank, world_size, args)
-        if run.step < end:
+    for epoch, steps in run.remaining():
+        train_sampler.set_epoch(epoch, steps)  # a new order
+        speed = train(train_batches, shards, run, stop, watch, rank, world_size, args)
+        if run.step < steps.stop:
             break  # stopped by a signal, and saved
 
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
-        val_loss, acc1, acc5 = validate(val_batches, model, rank, world_size, args)
+        val_loss, acc1, acc5 = validate(val_batches, model, watch, rank, world_size, args)
         shards.gather()
         is_best = run.end_epoch(acc1)  # on all ranks. To stop early all call run.end() here
         if rank == 0:
@@ -195,12 +182,12 @@ def main():
                 "world_size": world_size,
                 "batch_size": args.batch_size,
             }
-            run.save(row | speed, is_best)
-            print_epoch(run, row | speed, is_best)
+            run.save_epoch(row | speed, is_best)  # and print it
 
     if rank == 0 and not args.evaluate:
         print_end(run)  # how it goes on, or the best and how to evaluate it
     stop.ignore()  # a signal from here on could only hide the exit code
+    watch.beat()
     del model, shards
     gc.collect()  # DDP's threads must end before the interpreter does, or gloo aborts
     dist.barrier()
@@ -209,7 +196,7 @@ def main():
     return 0 if run.finished() or args.evaluate else 75
 
 
-def train(batches, shards, criterion, run, stop, rank, world_size, args):
+def train(batches, shards, run, stop, watch, rank, world_size, args):
     """Train an epoch from run.step on, to its end or until a signal stops it.
 
     Returns how fast it was, a dict for metrics.jsonl; {} where no step was left.
@@ -219,14 +206,16 @@ def train(batches, shards, criterion, run, stop, rank, world_size, args):
     progress = ProgressMeter(run, end=run.step + len(batches))
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, acc@1 and acc@5
     model.train()
+    watch.beat()
     for images, target in batches:
+        watch.beat()
         seed_step(args.seed, run.epoch, run.step, rank)  # dropout is the same after a resume
         lr = learning_rate(args, run.epoch + run.step / run.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("scale", 1)  # a group with "scale": 0.1 learns slower
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
             output = model(images)
-            loss = criterion(output, target)
+            loss = cross_entropy(output, target, label_smoothing=args.label_smoothing)
 
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -249,18 +238,19 @@ def train(batches, shards, criterion, run, stop, rank, world_size, args):
             means = reduce_mean(torch.cat([sums, asked]), world_size)
             loss_sum, acc1_sum, acc5_sum, asked = means.tolist()
             sums.zero_()
-            stop.agreed = asked > 0  # one process that was asked to stop is enough
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
             progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
+            stopped = asked > 0 and not at_end  # one process that was asked to stop is enough
             if rank == 0:
                 progress.display(optimizer.param_groups[0]["lr"])
-            if save_now or (stop.agreed and not at_end):
+            if save_now or stopped:
                 shards.gather()  # all processes send their shards; rank 0 writes them
                 if rank == 0:
                     run.save()
-            if stop.agreed:
+            if stopped:
                 break
+    watch.rest()
     return progress.close(batches.waited())
 
 
@@ -275,12 +265,14 @@ def learning_rate(args, epoch):
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # all would wait for one that compiles
-def validate(batches, net, rank, world_size, args):
+def validate(batches, net, watch, rank, world_size, args):
     """Mean loss, acc@1 and acc@5 over the data set: every image counts exactly once."""
     device, dataset = batches.device, batches.loader.dataset
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # of loss, acc@1, acc@5 and images
     net.eval()
-    for images, target in with_bar(batches, rank):
+    watch.beat()
+    for images, target in batches:
+        watch.beat()
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
             output = net(images)  # gathers weights from all processes
         loss = cross_entropy(output.float(), target)
@@ -295,11 +287,11 @@ def validate(batches, net, rank, world_size, args):
 
     # Batches and parts differ in size: add up first, divide once by the number of all images.
     loss_sum, acc1_sum, acc5_sum, count = reduce_mean(sums, world_size).tolist()
+    watch.rest()
     assert round(count * world_size) == len(dataset), "images lost or counted twice"
     loss, acc1, acc5 = loss_sum / count, acc1_sum / count, acc5_sum / count
-    if rank == 0 and args.evaluate:  # else print_epoch() says it
-        top5 = f"  acc@5 {acc5:.3f}" if len(dataset.classes) > 5 else ""  # else it is 100
-        print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}{top5}", flush=True)
+    if rank == 0 and args.evaluate:  # else save_epoch() says it
+        print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     return loss, acc1, acc5
 
 

@@ -17,9 +17,8 @@ from statistics import median
 
 import torch
 
+from common.device import end_with_parent, own_cores
 from longrun.arguments import user_errors
-from common.device import own_cores
-from longrun.process import end_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGENET_IMAGES = 1281167

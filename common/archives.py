@@ -15,7 +15,6 @@ from torchvision.datasets import imagenet
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 FORMAT = 2  # of the index

@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 
 import joblib
 import torch
@@ -24,8 +25,9 @@ def set_up_device(local_rank, local_world_size, args):
 
     Makes it the current one, sets the number of CPU threads, and lets cuDNN look for the fastest
     algorithms for the size of the batches. args: `backend`, `sync_bn` and `precision`, where a
-    script has them. Raises ValueError when the node has fewer GPUs than processes (only gloo lets
-    them share one), none where one is needed, or some that torch cannot use.
+    script has them. A process may see all GPUs of its node, or one of its own. Raises ValueError
+    when there are fewer GPUs than processes (only gloo lets them share one), none where one is
+    needed, or some that torch cannot use.
     """
     flags = vars(args)
     set_threads(local_world_size)
@@ -36,7 +38,8 @@ def set_up_device(local_rank, local_world_size, args):
         if flags.get("sync_bn"):
             raise ValueError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs")
         return torch.device("cpu")
-    if local_world_size > count and flags.get("backend") != "gloo":
+    shared = local_world_size > count and flags.get("backend") != "gloo"
+    if shared and not (count == 1 and _is_own_gpu()):
         raise ValueError(
             f"{local_world_size} processes on a node with {count} GPUs: start {count}, "
             "or let them share the GPUs with --backend gloo"
@@ -51,6 +54,21 @@ def set_up_device(local_rank, local_world_size, args):
         raise ValueError("this GPU has no bf16, which is the default: add --precision fp16 or fp32")
     torch.backends.cudnn.benchmark = True
     return device
+
+
+def _is_own_gpu():
+    """Whether the one GPU that this process sees is not that of another one on this node.
+
+    The processes of a launch have one parent. The first that has a GPU takes a socket of its name,
+    which is free again when this process ends.
+    """
+    global _gpu
+    _gpu = socket.socket(socket.AF_UNIX)
+    try:
+        _gpu.bind(f"\0gpu {torch.cuda.get_device_properties(0).uuid} {os.getppid()}")
+        return True
+    except OSError:
+        return False
 
 
 def set_threads(local_world_size):

@@ -17,7 +17,7 @@ from .archives import find_archives, load_index, read_member
 from .decode import decode
 
 
-def image_folders(data, image_size):
+def image_folders(data, image_size, evaluate=False):
     """(train_set, val_set) of `data`/train and `data`/val; of the built-in digits if it is None.
 
     Each is a folder or, where there is none, an archive or several. Both have the classes of the

@@ -57,7 +57,7 @@ class TrainSampler:
     A step takes `batch_size` images over all processes, and which ones does not depend on
     world_size: rank r takes every world_size-th of the permutation, from the r-th on. The images
     that do not fill a last batch are left out of that epoch. Raises ValueError for a batch_size
-    that does not divide among the processes, or is more than `length`.
+    that does not divide among the processes.
     """
 
     def __init__(self, length, batch_size, rank, world_size, seed):
@@ -65,38 +65,38 @@ class TrainSampler:
             larger = batch_size + world_size - batch_size % world_size
             problem = f"--batch-size {batch_size} does not divide by {world_size} processes"
             raise ValueError(f"{problem}: try {larger}")
-        if length < batch_size:
-            raise ValueError(f"{length} images to train do not fill one --batch-size {batch_size}")
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.rank, self.world_size = rank, world_size
         self.steps_per_epoch = length // batch_size
         self.set_epoch(0)
 
-    def set_epoch(self, epoch, first=0, end=None):
-        """Yield the keys of this epoch's steps from `first` on, up to but not with `end`."""
-        self.epoch, self.first = epoch, first
-        self.end = self.steps_per_epoch if end is None else end
+    def set_epoch(self, epoch, steps=None):
+        """Yield the keys of these steps of this epoch: a range, by default of all."""
+        self.epoch, self.steps = epoch, range(self.steps_per_epoch) if steps is None else steps
 
     def __len__(self):
-        return (self.end - self.first) * self.batch_size // self.world_size
+        return len(self.steps) * self.batch_size // self.world_size
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(position_seed(self.seed, self.epoch))
         order = torch.randperm(self.length, generator=generator)
-        part = order[self.first * self.batch_size : self.end * self.batch_size]
+        part = order[self.steps.start * self.batch_size : self.steps.stop * self.batch_size]
         return ((self.epoch, index) for index in part[self.rank :: self.world_size].tolist())
 
 
-def start_loader(dataset, sampler, local_batch_size, workers, device, collate_fn=None):
+def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None, collate_fn=None):
     """A DataLoader whose workers are forked here, and live as long as it does.
 
     What is changed in the data set later does not reach them. sampler: yields the keys of
-    `dataset` that this process reads. local_batch_size: the images of this process in a step.
-    workers: how many processes read; with 0 this one does. collate_fn: makes a batch of a list of
-    items, such as sequences of unlike length; default: collate(), which it may call too. Raises
-    OSError where so many workers cannot be started.
+    `dataset` that this process reads; where it is a TrainSampler, give the `seed` from which the
+    random numbers of each item follow (see Seeded). local_batch_size: the images of this process in
+    a step. workers: how many processes read; with 0 this one does. collate_fn: makes a batch of a
+    list of items, such as sequences of unlike length; default: collate(), which it may call too.
+    Raises OSError where so many workers cannot be started.
     """
     keep_memory()  # each image is a new block of half a megabyte
+    if seed is not None:
+        dataset = Seeded(dataset, seed)
     loader = DataLoader(
         dataset,
         batch_size=local_batch_size,
@@ -117,7 +117,8 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, collate_fn
         try:
             iterator = iter(loader)
         except OSError as error:  # too many files or processes, or too little /dev/shm
-            raise OSError(f"--workers {workers}: {error.strerror}: give fewer, or 0") from None
+            reason = f"{error.strerror} (of processes, open files or /dev/shm)"
+            raise OSError(f"--workers {workers}: {reason}: give fewer, or 0") from None
         loader.batch_sampler.sampler = sampler
         # They ignore SIGTERM, with which multiprocessing would end them at the interpreter's exit,
         # and then wait for ever. This runs before.

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 from torchvision import models
 
 
-
 def _first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -60,7 +59,7 @@ def build_model(args, num_classes, device, example=None):
 def _try(net, example, num_classes, args):
     with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
         output = net.eval()(example)
-    if getattr(output, "shape", None) != (1, num_classes):
+    if getattr(output, "shape", ())[1:] != (num_classes,):
         got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
         raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")
 

@@ -1,11 +1,10 @@
 """From batches in host memory to batches on the device, images normalised."""
 
-import contextlib
 import math
 import time
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, in 0..1
 
@@ -14,17 +13,15 @@ class Prefetcher:
     """Iterate over the batches of a loader, on `device`, with images normalised.
 
     A batch is a tensor, or a tuple, list or dict of them, to any depth, in host memory. Images,
-    uint8 [n, 3, h, w], become float32 in channels_last; everything else is only moved. This is the
-    only place where images are normalised. On a GPU both run on a side stream, while the GPU still
-    computes the step before: they cost no time as long as they are shorter than a step.
-
-    watch: a Watch, or None. To get a batch and to do the step on it are one `with watch:` block,
-    which has the watch's time limit.
+    uint8 [n, 3, h, w], become float32 in channels_last; everything else is only moved. So is all
+    but the first item of a tuple or list: the first is the input, the others are targets, such as
+    masks. This is the only place where images are normalised. On a GPU both run on a side stream,
+    while the GPU still computes the step before: they cost no time as long as they are shorter than
+    a step.
     """
 
-    def __init__(self, loader, device, watch=None):
+    def __init__(self, loader, device):
         self.loader, self.device = loader, device
-        self.watch = watch or contextlib.nullcontext()
         self.waits = []  # for each batch: when the device had nothing to do, and when it came
         # One stream for all epochs: the allocator reuses memory only within a stream.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -39,21 +36,26 @@ class Prefetcher:
         self.waits = []
         batches, end = iter(self.loader), object()
         while True:
-            with self.watch:
-                asked = self._now()
-                batch = next(batches, end)
-                if batch is end:
-                    return
-                self.waits.append((asked, self._now()))
-                with torch.cuda.stream(self.stream):  # of None: does nothing
-                    batch = tree_map(self.load, batch)
-                if self.stream is not None:
-                    current = torch.cuda.current_stream(self.device)
-                    current.wait_stream(self.stream)
-                    # Their memory is the side stream's; it must outlive its use on this one.
-                    for tensor in filter(torch.is_tensor, tree_leaves(batch)):
-                        tensor.record_stream(current)
-                yield batch
+            asked = self._now()
+            batch = next(batches, end)
+            if batch is end:
+                return
+            self.waits.append((asked, self._now()))
+            with torch.cuda.stream(self.stream):  # of None: does nothing
+                batch = self._load(batch)
+            if self.stream is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_stream(self.stream)
+                # Their memory is the side stream's; it must outlive its use on this one.
+                for tensor in filter(torch.is_tensor, tree_leaves(batch)):
+                    tensor.record_stream(current)
+            yield batch
+
+    def _load(self, batch):
+        leaves, form = tree_flatten(batch)
+        inputs = len(tree_leaves(batch[0])) if isinstance(batch, (tuple, list)) else len(leaves)
+        loaded = [self.load(x) for x in leaves[:inputs]] + [self._move(x) for x in leaves[inputs:]]
+        return tree_unflatten(loaded, form)
 
     def _now(self):
         """On a GPU, which lags behind the host: the moment when it has done all that was asked."""
@@ -70,12 +72,15 @@ class Prefetcher:
         torch.cuda.current_stream(self.device).synchronize()
         return math.fsum(start.elapsed_time(end) for start, end in self.waits) / 1000
 
+    def _move(self, x):
+        return x.to(self.device, non_blocking=True) if torch.is_tensor(x) else x
+
     def load(self, tensor):
         """A tensor on the device, normalised if it is images; what is no tensor stays as it is."""
-        if not torch.is_tensor(tensor):
+        tensor = self._move(tensor)
+        if not torch.is_tensor(tensor) or tensor.dtype != torch.uint8:
             return tensor
-        tensor = tensor.to(self.device, non_blocking=True)
-        if tensor.dtype != torch.uint8 or tensor.ndim != 4 or tensor.shape[1] != 3:
+        if tensor.ndim != 4 or tensor.shape[1] != 3:
             return tensor
         # As rows of width * 3 numbers: with an inner loop over 3 channels a CPU is 3 times slower.
         rows, width = tensor.permute(0, 2, 3, 1).flatten(2), tensor.shape[3]

@@ -1,4 +1,4 @@
-"""The command line: flags with their defaults and limits, and errors that a user can cause."""
+"""The command line: flags with their limits, and errors that a user can cause."""
 
 import argparse
 import contextlib
@@ -7,12 +7,6 @@ import math
 import os
 import sys
 import time
-
-# Defaults for --data, and for the built-in digits.
-IMAGENET = {"arch": "resnet50", "epochs": 90, "batch_size": 256, "lr": 0.1}
-IMAGENET |= {"warmup_epochs": 5.0, "image_size": 224}
-DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "lr": 0.1}
-DIGITS |= {"warmup_epochs": 1.0, "image_size": 64}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -23,38 +17,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def add_argument(self, *names, **more):
         action = super().add_argument(*names, **more)
-        default = action.default
-        if default is None and action.dest in IMAGENET:
-            default = f"{IMAGENET[action.dest]}; for the digits: {DIGITS[action.dest]}"
-        if default is not None and default is not False and default != argparse.SUPPRESS:
-            action.help = f"{action.help or ''} (default: {default})"
+        if action.default not in (None, False, argparse.SUPPRESS):
+            action.help = f"{action.help or ''} (default: %(default)s)"
         return action
 
     def parse_args(self, *given):
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):  # not where it is closed, or replaced
-                # A path that the terminal's encoding does not have is printed with escapes.
-                stream.reconfigure(errors="backslashreplace")
         args = super().parse_args(*given)
         for name, value in vars(args).items():
-            if value == "":
+            if value == "":  # --resume "$CKPT" would start afresh
                 self.error(f"--{name.replace('_', '-')} is empty: is a variable not set?")
         return args
 
     def error(self, message):
         raise ValueError(f"{message} (see --help)")
-
-
-def complete(args, saved):
-    """A new Namespace: `args`, with a value for each flag that is None and has a default.
-
-    saved: a dict, the args of a checkpoint, or {}. Arch and image_size come from it where they are
-    not given, for another image size gives another accuracy. The rest depends on --data.
-    """
-    known = {name: value for name, value in vars(args).items() if value is not None}
-    saved = {name: saved[name] for name in ("arch", "image_size") if name in saved}
-    defaults = IMAGENET if "data" in known else DIGITS
-    return argparse.Namespace(**vars(args) | defaults | saved | known)
 
 
 def bounded(kind, lowest, highest=math.inf):
@@ -72,32 +47,20 @@ def bounded(kind, lowest, highest=math.inf):
 
 
 @contextlib.contextmanager
-def user_errors(rank, stop=None, remedy=None):
+def user_errors(rank):
     """Turn a ValueError or an OSError into one line on stderr and exit code 2.
 
     Of processes that meet the same error rank 0 reports it. The others wait for the launcher to
     stop them: if one exited first, it might stop rank 0 before that has written its line. rank: the
-    local rank where nodes can fail differently, for a line from each node; else the rank. stop: the
-    StopRequest of this process, if there is one already; a signal ends the block at once, for
-    nothing is trained yet. With `remedy`, a text, an ImportError is reported the same way.
+    local rank where nodes can fail differently, for a line from each node; else the rank.
     """
-    kinds = (ValueError, OSError, ImportError) if remedy else (ValueError, OSError)
     try:
-        try:
-            if stop:
-                stop.at_once = True
-            yield
-        finally:
-            if stop:
-                stop.at_once = False
-    except kinds as error:
-        if rank:
-            # If rank 0 has not exited after 30 s, only this process has the error: report it.
-            stopped = stop.requested.wait(30) if stop else time.sleep(30)
-            if stopped:
-                os._exit(2)
-        say(f"error: {first_line(error)}{f': {remedy}' if remedy else ''}")
-        os._exit(2)
+        yield
+    except (ValueError, OSError) as error:
+        if rank > 0:
+            time.sleep(30)  # if rank 0 has not exited by then, only this process has the error
+        say(f"error: {first_line(error)}")
+        os._exit(2)  # sys.exit() would wait for loader workers, which ignore SIGTERM
 
 
 def first_line(error):
@@ -105,19 +68,15 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
+def printable(text):
+    """The text with escapes for what is no visible character: as \\x1b in the name of a file.
 
-
-def is_terminal(stream):
-    """Whether `stream`, None where it is closed, takes colours and moves of the cursor."""
-    return bool(stream and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
-
-
-def paint(text, colour, stream=None):
-    """The text in a colour, if `stream` (stdout) is a terminal and NO_COLOR is not set."""
-    if os.environ.get("NO_COLOR") or not is_terminal(stream or sys.stdout):
-        return text
-    return f"\033[{COLOURS[colour]}m{text}\033[0m"
+    Raw, such a name could move the cursor, or look like a line of ours. What the encoding of the
+    terminal does not have is escaped too.
+    """
+    text = "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def tell(*lines):
@@ -126,30 +85,27 @@ def tell(*lines):
     Ctrl-C also ends the `tee` that a run is piped into, and the run is still to be saved.
     """
     try:
-        print(*lines, sep="\n", flush=True)
-    except OSError:
+        print(*map(printable, lines), sep="\n", flush=True)
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        pass  # such as a full disk: kept, and written with a later line if there is room then
 
 
-def say(text):
-    """Write a text about an error to stderr, after all that was printed so far.
-
-    Its last line, the reason, is red at a terminal, and torchrun repeats it at the end of its own
-    report.
-    """
-    stderr = sys.__stderr__  # a process group lets the hook for errors print elsewhere
-    first, newline, reason = text.rpartition("\n")
-    over_bar = "\r\033[K" if is_terminal(stderr) else ""
-    text = f"{over_bar}{first}{newline}{paint(reason, 'red', stderr)}\n"
-    for stream, part in ((sys.stdout, ""), (stderr, text)):
+def say(reason, trace=""):
+    """Write the reason of an error to stderr, as one line, below a traceback if there is one."""
+    reason = printable(reason)
+    if sys.__stderr__ and sys.__stderr__.isatty():
+        trace = f"\r\033[K{trace}"  # over a progress bar
+    for stream, text in ((sys.stdout, ""), (sys.__stderr__, f"{trace}{reason}\n")):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it; closed by close()
-            print(part, end="", file=stream, flush=True)
+            print(text, end="", file=stream, flush=True)
     tell_torchrun(reason)
 
 
 def tell_torchrun(reason):
     """Why this process ends, for the report that torchrun prints after its end."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:
-            more = {"py_callstack": reason, "timestamp": str(int(time.time()))}
             json.dump({"message": {"message": reason, "extraInfo": more}}, file)

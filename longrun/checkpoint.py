@@ -16,85 +16,70 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.device import own_cores
-
-from .arguments import complete, first_line
+from .arguments import first_line
 from .files import append_line, cut_lines, json_line, whole_file
+from .report import print_epoch
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
 FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
-TEMPORARY = re.compile(r"(checkpoint.*|model_best)\.pth\.\d+\.tmp")
+TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.\d+\.tmp")
 
 
 class Run:
     """Where a run stands: epochs completed, steps done in the current one, the best score so far.
 
     Rank 0 first locks args.checkpoint_dir, unless it only evaluates, so that no other run changes
-    what is read. Then each process reads the checkpoint that args.resume asks for,
-    to the CPU; "auto" takes the newest good one in the folder, or starts afresh. The folder is not
-    changed before tidy_folder(). Where `step` equals steps_per_epoch, only the validation is left.
-
-    local_world_size: how many processes share the cores of this node. From it follows the number of
-    loader workers, args.workers, where none is given.
+    what is read. Then each process reads the checkpoint that args.resume asks for, to the CPU;
+    "auto" takes the newest good one in the folder, or starts afresh. The folder is not changed
+    before tidy_folder(). Where `step` equals steps_per_epoch, only the validation is left.
 
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
     """
 
-    def __init__(self, args, rank, world_size, local_world_size=1):
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, args, rank, world_size):
+        self.args, self.rank, self.world_size = args, rank, world_size
         self.folder = os.path.realpath(args.checkpoint_dir)
         if rank == 0 and not args.evaluate:
             self.lock = lock_folder(self.folder)  # until this process ends
-        self.last_save = contents_of(self.file(NEWEST))
-        self.path, self.checkpoint, self.damaged = None, None, []
-        if args.resume == "auto":
-            self._read_newest()
-        elif args.resume:
-            self.path = os.path.realpath(args.resume)
-            self.checkpoint = read_checkpoint(self.path)
+        self.path, self.checkpoint, self.damaged = find_checkpoint(args)
         held = [name for name in FILES if os.path.lexists(self.file(name))]
         goes_on = self.path and (args.resume == "auto" or self.path == self.file(NEWEST))
-        if args.evaluate and args.resume and not self.path:
-            raise ValueError(f"no checkpoint to evaluate in {self.folder}")
         if held and not goes_on and not args.evaluate:
             remedy = "give another --checkpoint-dir, or continue the newest with --resume auto"
             raise ValueError(f"{self.folder} holds a run ({held[0]}): {remedy}")
 
-        saved = self.checkpoint or {"epoch": 0, "step": 0, "args": {}, "contents": 0}
-        self.resumed_args, self.contents = saved["args"], saved["contents"]
-        self.args = complete(args, self.resumed_args)
-        if vars(args).get("workers") is None:
-            self.args.workers = own_cores(local_world_size)
-        self.epoch, self.step = saved["epoch"], saved["step"]
+        saved = self.checkpoint or {"epoch": 0, "step": 0, "args": {}}
+        self.resumed_args, self.epoch, self.step = saved["args"], saved["epoch"], saved["step"]
         self.began, self.progress = time.perf_counter(), None  # the epoch's ProgressMeter
         self.best_acc1, self.best_epoch, self.ended = -math.inf, 0, False
         if goes_on:  # else the first validation makes the new folder's model_best.pth
             self.best_acc1, self.best_epoch = saved["best_acc1"], saved["best_epoch"]
             # An early end is final, unless more epochs are asked for.
-            self.ended = saved["ended"] and self.args.epochs <= saved["args"]["epochs"]
+            self.ended = saved["ended"] and args.epochs <= saved["args"]["epochs"]
+
+    @staticmethod
+    def saved_flags(args, *names):
+        """{name: value} of these flags in the checkpoint that args.resume asks for, if any."""
+        checkpoint = find_checkpoint(args)[1]
+        saved = checkpoint["args"] if checkpoint else {}
+        return {name: saved[name] for name in names if name in saved}
 
     def file(self, name):
         return os.path.join(self.folder, name)
 
-    def _read_newest(self):
-        for path in filter(os.path.lexists, map(self.file, (NEWEST, PREVIOUS, BEST))):
-            try:
-                self.path, self.checkpoint = path, read_checkpoint(path)
-                return
-            except Damaged as error:
-                self.damaged.append(str(error))
-        if self.damaged:
-            raise ValueError("; ".join(self.damaged))
-
     def plan(self, train_set, steps_per_epoch):
         """Learn what is to be trained: a data set with a list `classes`, in so many steps an epoch.
 
-        Raises ValueError for a checkpoint of another model, of other classes or, in the middle of
-        an epoch, of another batch size, seed or number of images.
+        Raises ValueError for fewer images than one step takes, and for a checkpoint of another
+        model, of other classes or, in the middle of an epoch, of another batch size, seed or number
+        of images.
         """
         args = self.args
+        if steps_per_epoch == 0 and not args.evaluate:
+            images = f"{len(train_set)} images to train"
+            raise ValueError(f"{images} do not fill one --batch-size {args.batch_size}")
         self.steps_per_epoch = steps_per_epoch
         self.total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
         self.classes = [str(name) for name in train_set.classes]
@@ -130,29 +115,18 @@ class Run:
         meters: {name: AverageMeter}. more: anything else with state_dict() and load_state_dict(),
         by name, such as scheduler=scheduler; its state may hold tensors and plain values.
 
-        What the optimizer's groups hold (rate, momentum, ...) comes from the checkpoint. A value
-        that the script has changed since counts, except where a torch scheduler is attached. With
+        The settings of the optimizer's groups (rate, momentum, ...) are the script's, not the
+        checkpoint's, except where a torch scheduler is attached, which has set them. With
         args.evaluate only the model is filled, and of `more` what the checkpoint has. Raises
-        ValueError for a checkpoint that does not fit, and what torch raises for a state that it
-        could not load.
+        ValueError for a checkpoint that does not fit, and what torch raises for a state in `more`
+        that it could not load.
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
-        self.optimizer_type = type(optimizer).__name__.removeprefix("Fused")  # as Apex's are
-        # What the script itself gives, before the checkpoint or a scheduler changes it.
-        self.given = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
         # Tried now: at the resume it would be too late to learn that it cannot be loaded.
         file = io.BytesIO()
         torch.save([part.state_dict() for part in more.values()], file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        if optimizer.defaults.get("dampening") == 0:
-            # If the first fp16 step overflows, fused SGD would leave them uninitialised.
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         if self.checkpoint:
             saved, self.checkpoint = self.checkpoint, None  # it takes memory
             self._load("the model", net, saved["state_dict"])
@@ -162,24 +136,22 @@ class Run:
                 self._load(name, more[name], saved["more"][name])
 
     def _restore_training(self, saved):
-        self._compare("the optimizer", saved["optimizer_type"], self.optimizer_type)
+        self._compare("the optimizer", saved["optimizer_type"], self._optimizer_type())
         self._compare("the state of", sorted(saved["more"]), sorted(self.more))
+        settings = [group | {"params": None} for group in self.optimizer.param_groups]
         self._load("the optimizer", self.optimizer, saved["optimizer"])
         if not any(isinstance(part, LRScheduler) for part in self.more.values()):
-            groups = zip(self.optimizer.param_groups, saved["given"], self.given, strict=True)
-            for group, then, now in groups:  # a flag that was changed counts
-                group |= {key: value for key, value in now.items() if value != then.get(key)}
-        for weight, state in self.optimizer.state.items():
-            for key, value in state.items():
-                if torch.is_tensor(value) and value.shape == weight.shape:
-                    # Fused kernels read both as flat memory: they must lie there in one order.
-                    state[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+            for group, now in zip(self.optimizer.param_groups, settings, strict=True):
+                group |= now | {"params": group["params"]}
         if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
             self.scaler.load_state_dict(saved["scaler"])
         if saved["step"]:  # else each meter starts anew
             self._compare("half an epoch of", sorted(saved["meters"]), sorted(self.meters))
             for name, meter in self.meters.items():
                 meter.sum, meter.count = saved["meters"][name]
+
+    def _optimizer_type(self):
+        return type(self.optimizer).__name__.removeprefix("Fused")  # as Apex's are
 
     def _load(self, name, part, state):
         try:
@@ -189,56 +161,49 @@ class Run:
             raise ValueError(f"{self.path} does not fit {name}: {reason}") from None
 
     def check_same(self, train_set, val_set, device, reduce_mean):
-        """Raise ValueError unless all processes resume from the same file and have the same images.
+        """Raise ValueError unless all processes go on from one place and have the same images.
 
         Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
         """
         mine = {
-            "checkpoint to resume from": self.contents,
+            "number of steps done": self.global_step(),
             "list of images and classes in train/": fingerprint(train_set),
             "list of images and classes in val/": fingerprint(val_set),
         }
-        table = torch.zeros(len(mine), self.world_size, dtype=torch.float64, device=device)
-        table[:, self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
-        table = (reduce_mean(table, self.world_size) * self.world_size).round().tolist()
-        for what, row in zip(mine, table, strict=True):
-            others = [str(r) for r, value in enumerate(row) if value != row[0]]
-            if others:
-                raise ValueError(f"the {what} of rank {', '.join(others)} differs from rank 0's")
+        mean = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
+        mean = reduce_mean(mean, self.world_size).tolist()
+        for (what, value), mean_value in zip(mine.items(), mean, strict=True):
+            if round(mean_value) != value:
+                raise ValueError(f"the {what} differs between processes: compare the nodes' disks")
 
     def tidy_folder(self):
         """Rank 0, once all processes agree: remove what a killed process has left half-done.
 
         A damaged newest checkpoint is kept as checkpoint.damaged-TIME.pth.
         """
-        self._check_untouched()
         for name in filter(TEMPORARY.fullmatch, os.listdir(self.folder)):
             os.remove(self.file(name))
         if self.damaged and os.path.exists(self.file(NEWEST)):
             os.replace(self.file(NEWEST), self.file(f"checkpoint.damaged-{time.time_ns()}.pth"))
-            self.last_save = contents_of(self.file(NEWEST))
         cut_lines(self.file(METRICS), self.epoch, self.step)
 
-    def _check_untouched(self):
-        """Raise OSError if another run has written here since this one last read or wrote.
+    def checksum(self):
+        """A number for all bits of the weights: below 2**40, so that a mean of equal ones is exact.
 
-        The lock does not keep it out where a file system has no locks or the folder was moved.
+        Processes whose weights were trained alike have the same.
         """
-        if contents_of(self.file(NEWEST)) != self.last_save:
-            raise OSError(
-                f"{self.file(NEWEST)} is not the one that this run last read or wrote: "
-                "does another run use the folder, or was it moved?"
-            )
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = [x.detach().view(whole[x.element_size()]) for x in self.net.parameters()]
+        return sum(x.sum(dtype=torch.int64) for x in bits).item() % 2**40
 
-    def remaining(self, stop):
-        """Yield (epoch, first, end): the epochs that are left, and which of their steps.
+    def remaining(self):
+        """Yield (epoch, steps): the epochs that are left, and a range of the steps to do in each.
 
-        It ends where training is to end, with end(), or once all processes agree to stop.
+        The range is empty where only the validation is left. It ends where training is to end.
         """
-        while not (self.finished() or self.args.evaluate or stop.agreed):
+        while not (self.finished() or self.args.evaluate):
             in_this_epoch = self.total_steps - self.epoch * self.steps_per_epoch
-            end = max(self.step, min(self.steps_per_epoch, in_this_epoch))
-            yield self.epoch, self.step, end
+            yield self.epoch, range(self.step, min(self.steps_per_epoch, in_this_epoch))
 
     def finished(self):
         """Whether nothing is left to do: no step, and no validation of a complete epoch."""
@@ -261,12 +226,20 @@ class Run:
         """Make this epoch the last, before it is saved. All ranks must call it."""
         self.ended = True
 
+    def save_epoch(self, row, is_best):
+        """Rank 0, after a validation: save(), and print the epoch's line.
+
+        row: a dict, which becomes a line of metrics.jsonl. is_best: whether what is saved goes to
+        model_best.pth too.
+        """
+        self.save(row, is_best)
+        print_epoch(self, row, is_best)
+
     def save(self, row=None, is_best=False):
         """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.
 
-        After a validation: `row`, a dict, is added to metrics.jsonl, and if is_best the same goes
-        to model_best.pth. checkpoint.pth comes last: after a crash before, the epoch's end is
-        repeated. Raises OSError where it cannot be written, and leaves the old one;
+        checkpoint.pth comes after model_best.pth and metrics.jsonl: after a crash before, the
+        epoch's end is repeated. Raises OSError where it cannot be written, and leaves the old one;
         FloatingPointError for weights that are not finite.
         """
         bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
@@ -283,15 +256,13 @@ class Run:
             "best_epoch": self.best_epoch,
             "state_dict": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "optimizer_type": self.optimizer_type,
-            "given": self.given,
+            "optimizer_type": self._optimizer_type(),
             "scaler": self.scaler.state_dict(),
             "meters": {name: (meter.sum, meter.count) for name, meter in self.meters.items()},
             "more": {name: part.state_dict() for name, part in self.more.items()},
             "classes": self.classes,
             "args": self.saved_args,
         }
-        self._check_untouched()
         if is_best:
             with whole_file(self.file(BEST)) as file:
                 torch.save(state, file)
@@ -299,31 +270,57 @@ class Run:
             append_line(self.file(METRICS), line)
         with whole_file(self.file(NEWEST), keep=self.file(PREVIOUS)) as file:
             torch.save(state, file)
-            self._check_untouched()  # again: a large checkpoint takes a while to write
-        self.last_save = contents_of(self.file(NEWEST))
 
 
 class Damaged(ValueError):
     """A checkpoint whose contents are not what was written."""
 
 
+def find_checkpoint(args):
+    """(path, checkpoint, damaged) of what args.resume asks for; (None, None, []) for a fresh start.
+
+    damaged: a line on each newer file that could not be used. Raises ValueError where all that are
+    there are damaged, and where there is none to evaluate; and as read_checkpoint() does.
+    """
+    if args.resume != "auto":
+        path = args.resume and os.path.realpath(args.resume)
+        return path, path and read_checkpoint(path), []
+    folder, damaged = os.path.realpath(args.checkpoint_dir), []
+    paths = [os.path.join(folder, name) for name in (NEWEST, PREVIOUS, BEST)]
+    for path in filter(os.path.lexists, paths):
+        try:
+            return path, read_checkpoint(path), damaged
+        except Damaged as error:
+            damaged.append(str(error))
+    if damaged:
+        raise ValueError("; ".join(damaged))
+    if args.evaluate:
+        raise ValueError(f"no checkpoint to evaluate in {folder}")
+    return None, None, []
+
+
 def read_checkpoint(path):
-    """A checkpoint as a dict on the CPU, with the number of its `contents`.
+    """A checkpoint as a dict on the CPU.
 
     Raises Damaged for contents that changed since they were written, ValueError for what is no
     checkpoint of these scripts, OSError for what cannot be read.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no checkpoint, but a folder, a pipe or a device")
     with open(path, "rb") as file:
+        if file.read(2) != b"PK":  # torch.load's format before 2020, or something else
+            raise Damaged(f"{path} is no checkpoint of these scripts, or damaged")
         check_whole(file)
-        contents = contents_of(file)
         file.seek(0)
         try:
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
-        except (pickle.UnpicklingError, RuntimeError) as error:  # it holds code; memory is short
+        except pickle.UnpicklingError:  # torch's message is advice to run the code in it
+            checkpoint = None
+        except RuntimeError as error:  # such as: memory is short
             raise ValueError(f"torch.load cannot read {path}: {first_line(error)}") from None
     if not isinstance(checkpoint, dict) or "best_epoch" not in checkpoint:
-        raise ValueError(f"{path} is no checkpoint of these scripts, or of an older version")
-    return checkpoint | {"contents": contents}
+        raise ValueError(f"{path} is no checkpoint of these scripts")
+    return checkpoint
 
 
 def check_whole(file):
@@ -334,24 +331,9 @@ def check_whole(file):
                 raise zipfile.BadZipFile("a checksum does not match")
     except Exception as error:  # each kind of damage raises another one
         file.seek(0)
-        try:
-            while file.read(1 << 24):
-                pass
-        except OSError as disk:  # which zipfile takes for damage
-            raise OSError(f"cannot read {file.name}: {disk}") from None
+        while file.read(1 << 24):
+            pass  # an OSError here, which zipfile takes for damage, is the disk's
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
-
-
-def contents_of(file):
-    """A number for what a checkpoint holds, by the checksums in its archive; 0 where it is none.
-
-    Not its inode or time of change: on network file systems these may change by themselves.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return zlib.crc32(repr([(x.filename, x.CRC) for x in archive.infolist()]).encode())
-    except Exception:  # it is not there, or damaged
-        return 0
 
 
 def lock_folder(folder):
@@ -359,7 +341,10 @@ def lock_folder(folder):
 
     Raises ValueError where another process has locked it.
     """
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--checkpoint-dir {folder}: {error.strerror}") from None
     lock = open(os.path.join(folder, ".lock"), "a")  # noqa: SIM115
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
@@ -373,5 +358,5 @@ def lock_folder(folder):
 
 def fingerprint(dataset):
     """A number that changes with the classes, the files and the length of a data set."""
-    known = len(dataset), *(list(getattr(dataset, name, [])) for name in ("classes", "paths"))
+    known = [len(dataset), *(list(getattr(dataset, name, [])) for name in ("classes", "paths"))]
     return zlib.crc32(repr(known).encode())

@@ -1,4 +1,4 @@
-"""What a run reports: on the screen, and in metrics.jsonl."""
+"""What a run prints: the banner, how an epoch goes, what came out of it, and the end."""
 
 import math
 import os
@@ -9,12 +9,9 @@ from datetime import timedelta
 import torch
 from tqdm import tqdm
 
-from .arguments import is_terminal, paint, tell, tell_torchrun
-from common.decode import DECODERS
+from .arguments import tell, tell_torchrun
 
-BAR = "{desc} {bar} {n}/{total} {remaining}"
-# What print_epoch() shows of a row under another name, and what it does not show as a score.
-NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}
+NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}  # of scores, as they are printed
 NO_SCORES = {"epoch", "step", "train_loss", "lr", "world_size", "batch_size"}
 NO_SCORES |= {"images_per_second", "data_time", "seconds"}
 
@@ -36,8 +33,11 @@ class ProgressMeter:
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         self.title = f"epoch {run.epoch + 1}/{run.args.epochs}"
-        has_bar = run.rank == 0 and is_terminal(sys.stdout) and run.step < end
-        self.bar = make_bar(self.title, end, run.step) if has_bar else None
+        self.bar = None
+        if run.rank == 0 and run.step < end and sys.stdout and sys.stdout.isatty():
+            bar = "{desc} {bar} {n}/{total} {remaining} {postfix}"
+            how = {"bar_format": bar, "leave": False, "file": sys.stdout, "dynamic_ncols": True}
+            self.bar = tqdm(desc=self.title, initial=run.step, total=end, **how)
         run.progress = self
 
     def update(self, sums):
@@ -53,69 +53,33 @@ class ProgressMeter:
 
     def display(self, lr):
         """A line has the latest values and their means in the epoch, the bar two of the means."""
-        run, speed = self.run, f"{self.speed():.0f} img/s"
-        meters = [meter for name, meter in run.meters.items() if says_something(name, run)]
+        speed, meters = f"{self.speed():.0f} img/s", list(self.run.meters.values())
         if self.bar is None:
-            parts = [f"{self.title} [{run.step}/{self.end}]", speed, *map(str, meters)]
-            tell("  ".join([*parts, f"lr {lr:.4g}"]))
-            return
-        means = [f"{meter.name} {meter.avg:.3f}" for meter in meters[:2]]
-        self.bar.bar_format = " ".join([BAR, speed, *means])
-        self.bar.ncols = terminal_columns() - 3
-        self.bar.update(run.step - self.bar.n)
+            place = f"{self.title} [{self.run.step}/{self.end}]"
+            tell("  ".join([place, speed, *map(str, meters), f"lr {lr:.4g}"]))
+        else:
+            means = [f"{meter.name} {meter.avg:.3f}" for meter in meters[:2]]
+            self.bar.set_postfix_str(" ".join([speed, *means]), refresh=False)
+            self.bar.update(self.run.step - self.bar.n)
 
     def close(self, waited):
         """End the epoch; returns what metrics.jsonl is to hold of its speed, {} after no step.
 
-        waited: the seconds in which the device waited for images. More than a fifth of an epoch
-        that took a minute or more brings a hint: a shorter one mostly waits for the first images.
+        waited: the seconds in which the device waited for images.
         """
         if self.bar is not None:
             self.bar.close()
         if self.run.step == self.first:
             return {}
-        speed, seconds = self.speed(), time.perf_counter() - self.start
-        share = waited / seconds
-        if self.run.rank == 0 and share > 0.2 and seconds >= 60:
-            hint = f"hint: {share:.0%} of the epoch was spent waiting for images"
-            tell(paint(f"{hint}: try more --workers or a faster disk", "yellow"))
-        return {"images_per_second": speed, "data_time": share, "seconds": seconds}
-
-
-def says_something(score, run):
-    """False for acc@5 with five classes or fewer: it is always 100."""
-    return score != "acc@5" or len(run.classes) > 5
-
-
-def make_bar(title, total, first=0):
-    """A tqdm that leaves nothing on the screen when it is closed."""
-    # With room for the ^C that a terminal shows; of 0 rows tqdm would show nothing.
-    how = {"ncols": terminal_columns() - 3, "nrows": 24}
-    how |= {"bar_format": BAR, "leave": False, "file": sys.stdout}
-    return tqdm(desc=title, initial=first, total=total, **how)
-
-
-def terminal_columns():
-    """The width of the terminal that stdout is, 80 where it does not tell."""
-    return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-
-
-def with_bar(batches, rank):
-    """Iterate over the batches of a validation; rank 0 shows a bar, if it has a terminal."""
-    if rank > 0 or not is_terminal(sys.stdout):
-        yield from batches
-        return
-    with make_bar("validation", len(batches)) as bar:
-        for batch in batches:
-            yield batch
-            bar.update()
+        seconds = time.perf_counter() - self.start
+        speed = {"images_per_second": self.speed(), "data_time": waited / seconds}
+        return speed | {"seconds": seconds}
 
 
 def print_epoch(run, row, is_best):
     """Rank 0: one line on an epoch that is validated and saved.
 
-    row: as in metrics.jsonl; shown are val_loss and the scores that it holds, whatever their names,
-    then train_loss. A terminal that is too narrow gets the first score alone, and no train_loss.
+    row: as in metrics.jsonl; shown are the scores that it holds, whatever their names.
     """
     title = f"epoch {run.epoch + (run.step > 0)}/{run.args.epochs}"
     if run.step:
@@ -123,9 +87,7 @@ def print_epoch(run, row, is_best):
     scores = [
         f"{NAMES.get(key, key)} {value:.{4 if 'loss' in key else 3}f}"
         for key, value in row.items()
-        if key not in NO_SCORES
-        and isinstance(value, (int, float))
-        and says_something(NAMES.get(key, key), run)
+        if key not in NO_SCORES and isinstance(value, (int, float))
     ]
     progress, best = run.progress, "new best" if is_best else f"best {run.best_acc1:.3f}"
     seconds, steps = time.perf_counter() - progress.start, progress.shown - progress.first
@@ -135,20 +97,16 @@ def print_epoch(run, row, is_best):
         ends.append(f"{duration(left)} left")
     if torch.cuda.is_initialized():
         ends.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
-    mean = [f"train_loss {row['train_loss']:.4f}"] if "train_loss" in row else []
-    line = "  ".join([title, *scores, *ends, *mean])
-    if is_terminal(sys.stdout) and len(line) > terminal_columns():
-        line = "  ".join([title, *scores[:2], *ends])
-    tell(line.replace("new best", paint("new best", "green")))
+    tell("  ".join([title, *scores, *ends]))
 
 
 def print_end(run):
     """Rank 0, when it trains no more: how a run that was stopped goes on, or what came out."""
     if not run.finished():
         where = f"stopped at {run.place()}, saved: --resume auto goes on"
-        tell(paint(where, "bold"))
+        tell(where)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            tell("torchrun reports every stop as below: that is no error\n")
+            tell("torchrun reports every stop as below: that is no error")
             tell_torchrun(where)
         return
     if run.progress:
@@ -156,9 +114,9 @@ def print_end(run):
         tell(f"done in {duration(time.perf_counter() - run.began)}{early}")
     path = os.path.join(run.args.checkpoint_dir, "model_best.pth")
     if math.isfinite(run.best_acc1) and os.path.exists(path):
-        best = f"best: {run.best_acc1:.3f} in epoch {run.best_epoch}, saved as {path}"
         tell(
-            paint(best, "green"), f"to evaluate it, add to the command: --evaluate --resume {path}"
+            f"best: {run.best_acc1:.3f} in epoch {run.best_epoch}, saved as {path}",
+            f"to evaluate it, add to the command: --evaluate --resume {path}",
         )
 
 
@@ -167,35 +125,31 @@ def duration(seconds):
     return str(timedelta(seconds=round(seconds)))
 
 
-def print_banner(run, train_set, val_set, example, backend, device):
-    """Say what is about to happen, before it does.
-
-    run: a Run to which all is attached; example: a batch of one of what the model takes.
-    """
+def print_banner(run, train_set, val_set, backend, device):
+    """Rank 0: say what is about to happen, before it does. run: a Run to which all is attached."""
     args, world_size, batch_size = run.args, run.world_size, run.args.batch_size
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    shape = f" of {list(example.shape[1:])}" if torch.is_tensor(example) else ""
-    decoder = f", images decoded by {DECODERS[0]}" if hasattr(train_set, "paths") else ""
-    rates = sorted({float(group["lr"]) for group in run.given})
-    rate = ", ".join(f"{rate:.4g}" for rate in rates)
-    if "lr" in args and rates == [args.lr * batch_size / 256]:
+    decoder = getattr(train_set, "decoder", "")
+    rate = ", ".join(f"{group['lr']:.4g}" for group in run.optimizer.param_groups[:3])
+    if "lr" in args and rate == f"{args.lr * batch_size / 256:.4g}":
         rate += f" = {args.lr:g} x {batch_size} / 256"
     lines = [
         f"{os.path.basename(sys.argv[0])}: processes: {world_size}, {backend}, {where}, "
         f"{args.precision}, torch {torch.__version__}",
-        f"each process: threads: {torch.get_num_threads()}, "
-        f"loader workers: {args.workers}{decoder}",
-        f"{len(train_set)} items{shape} to train, {len(val_set)} to validate, "
+        f"each process: threads: {torch.get_num_threads()}, loader workers: {args.workers}"
+        f"{decoder and f', images decoded by {decoder}'}",
+        f"{len(train_set)} items to train, {len(val_set)} to validate, "
         f"{len(run.classes)} classes; {args.arch}",
         f"global batch {batch_size} = {world_size} x {batch_size // world_size}; "
         f"learning rate {rate}",
     ]
+    skipped = [getattr(data, "skipped", None) for data in (train_set, val_set)]
+    lines += [f"warning: not read: {files}" for files in skipped if files]
     if not args.evaluate:
         lines.append(f"checkpoints go to {run.folder}")
         if "warmup_epochs" in args and args.warmup_epochs >= args.epochs:
-            text = "warning: --warmup-epochs is not less than --epochs: the rate only rises"
-            lines.append(paint(text, "yellow"))
-    lines += [paint(text, "yellow") for text in run.damaged]
+            lines.append("warning: --warmup-epochs is not less than --epochs: the rate only rises")
+    lines += run.damaged
     if run.path:
         lines.append(f"resumed from {run.path} at {run.place()}")
     elif args.evaluate or args.resume:
@@ -206,6 +160,5 @@ def print_banner(run, train_set, val_set, example, backend, device):
             lines.append(f"  changed: {name} {before[name]} -> {now[name]}")
     if not args.evaluate and run.finished():
         done = f"{run.global_step()} of {run.total_steps} steps are done"
-        early = ", and it was ended early" if run.ended else ""
-        lines.append(f"nothing left to train: {done}{early}")
+        lines.append(f"nothing left to train: {done}{', and it was ended early' * run.ended}")
     tell(*lines)

@@ -47,7 +47,6 @@ class Shards:
         groups = [group.copy() for group in optimizer.param_groups]
         for group in groups:
             group["params"] = [shard_of[weight] for weight in group["params"]]
-            group |= {"fused": None, "foreach": True}  # SGD's fused kernel takes no shards
         self.optimizer = type(optimizer)(groups)
 
     @torch.no_grad()
@@ -91,6 +90,5 @@ def _gather(value):
 
 def _copy_settings(source, target):
     """Copy learning rates and what else a scheduler may change from optimizer to optimizer."""
-    own = ("params", "fused", "foreach")
     for new, group in zip(source.param_groups, target.param_groups, strict=True):
-        group |= {key: value for key, value in new.items() if key not in own}
+        group |= new | {"params": group["params"]}

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from longrun.checkpoint import Run
 from common.metrics import AverageMeter
+from longrun.checkpoint import Run
 from tests import nets
 
 STEPS = 10  # of an epoch
