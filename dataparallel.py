@@ -138,7 +138,7 @@ def main():
     # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
     for epoch, steps in run.remaining():
         train_sampler.set_epoch(epoch, steps)  # a new order
-        speed = train(train_batches, model, run, stop, watch, rank, world_size, args)
+        speed, stopped = train(train_batches, model, run, stop, watch, rank, world_size, args)
         if run.step < steps.stop:
             break  # stopped by a signal, and saved
 
@@ -157,6 +157,8 @@ def main():
                 "batch_size": args.batch_size,
             }
             run.save_epoch(row | speed, is_best)  # and print it
+        if stopped:
+            break
 
     if rank == 0 and not args.evaluate:
         print_end(run)  # how it goes on, or the best and how to evaluate it
@@ -168,11 +170,13 @@ def main():
 def train(batches, model, run, stop, watch, rank, world_size, args):
     """Train an epoch from run.step on, to its end or until a signal stops it.
 
-    Returns how fast it was, a dict for metrics.jsonl; {} where no step was left.
+    Returns how fast it was, a dict for metrics.jsonl, {} where no step was left; and whether all
+    processes are to stop.
     """
     device, optimizer, scaler = batches.device, run.optimizer, run.scaler
     progress = ProgressMeter(run, end=run.step + len(batches))
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, acc@1 and acc@5
+    stopped = False
     model.train()
     watch.beat()
     for images, target in batches:
@@ -207,15 +211,15 @@ def train(batches, model, run, stop, watch, rank, world_size, args):
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
             progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
-            stopped = stop.requested.is_set() and not at_end
+            stopped = stop.requested.is_set()
             if rank == 0:
                 progress.display(optimizer.param_groups[0]["lr"])
-                if save_now or stopped:
+                if save_now or (stopped and not at_end):
                     run.save()
             if stopped:
                 break
     watch.rest()
-    return progress.close(batches.waited())
+    return progress.close(batches.waited()), stopped
 
 
 def learning_rate(args, epoch):

@@ -135,16 +135,16 @@ class GuidedLoader(ResidentLoader):
 def bare_loop(connection, args):
     """A contestant: no more than forward, backward and optimizer, with the script's settings."""
     dtype = DTYPES[args.precision]
-    measure_loop(connection, args, dtype, torch.channels_last, fused=True, compiled=args.compile)
+    measure_loop(connection, args, dtype, torch.channels_last, compiled=args.compile)
 
 
 def plain_loop(connection, args):
     """A contestant: the same loop with torch's defaults."""
     layout = torch.contiguous_format
-    measure_loop(connection, args, torch.float32, layout, fused=None, compiled=False)
+    measure_loop(connection, args, torch.float32, layout, compiled=False)
 
 
-def measure_loop(connection, args, dtype, layout, fused, compiled):
+def measure_loop(connection, args, dtype, layout, compiled):
     """Train on one batch, which is on the device already, for as many steps as are asked for."""
     args.pretrained = False  # build_model() reads it
     set_threads(1)
@@ -153,9 +153,7 @@ def measure_loop(connection, args, dtype, layout, fused, compiled):
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=DEVICE)
     images = images.contiguous(memory_format=layout)
     target = torch.arange(args.batch_size, device=DEVICE) % 10
-    optimizer = torch.optim.SGD(
-        net.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=fused
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype == torch.float16)
     model = torch.compile(net) if compiled else net
 

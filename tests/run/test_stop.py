@@ -75,21 +75,6 @@ def test_a_stop_that_is_seen_at_an_epochs_end_takes_effect_after_its_validation(
     assert (state["epoch"], state["step"]) == (1, 0) and len(rows(tmp_path / "c")) == 1
 
 
-@pytest.mark.full
-def test_a_second_signal_ends_a_process_that_is_stuck(work, tmp_path):
-    """In a collective, in C++, where no handler of Python's runs: the other rank is stopped."""
-    job = start("multiprocessing", tmp_path / "c", work)
-    at_step(job, 4)
-    stuck, stopped = processes(job)[1]
-    os.kill(stopped, signal.SIGSTOP)
-    time.sleep(1)
-    os.kill(stuck, signal.SIGTERM)
-    time.sleep(4)
-    assert stuck in job.pids()
-    os.kill(stuck, signal.SIGTERM)
-    job.finish(code=128 + signal.SIGTERM, timeout=40)
-
-
 def test_a_launcher_killed_while_its_processes_start(work, tmp_path):
     """They have no request to be killed with it yet, and find it gone after their imports."""
     job = start("multiprocessing", tmp_path / "c", work)
