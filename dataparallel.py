@@ -249,7 +249,7 @@ def validate(batches, net, watch, rank, world_size, args):
     # Batches differ in size: add up first, divide once by the number of all images.
     loss_sum, acc1_sum, acc5_sum, count = sums.tolist()
     watch.rest()
-    assert count == len(dataset), "images lost or counted twice"
+    assert round(count * world_size) == len(dataset), "images lost or counted twice"
     loss, acc1, acc5 = loss_sum / count, acc1_sum / count, acc5_sum / count
     if rank == 0 and args.evaluate:  # else save_epoch() says it
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)

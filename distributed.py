@@ -231,14 +231,14 @@ def train(batches, model, run, stop, watch, rank, world_size, args):
         save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
         if save_now or at_end or run.step % args.print_freq == 0:
-            checksum = run.checksum() if complete else 0
-            more = sums.new_tensor([stop.requested.is_set(), checksum])
+            checksum = run.checksum() if complete else 0  # of the weights
+            more = sums.new_tensor([stop.requested.is_set(), checksum, checksum**2])
             means = reduce_mean(torch.cat([sums, more]), world_size)
-            loss_sum, acc1_sum, acc5_sum, asked, mean_checksum = means.tolist()
+            loss_sum, acc1_sum, acc5_sum, asked, checksum, square = means.tolist()
             sums.zero_()
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
-            if round(mean_checksum) != checksum:  # such as layers unfrozen after the wrap
+            if round(square - checksum**2) > 0:  # such as after layers were unfrozen
                 raise RuntimeError("the processes have different weights: each trained its own")
             progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
             stopped = asked > 0  # one process that was asked to stop is enough

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.device import end_with_parent, own_cores, set_up_device
+from common.device import own_cores, set_up_device
 from common.images import image_folders
 from common.loader import TrainSampler, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy, reduce_mean
@@ -79,7 +79,6 @@ def main(rank, world_size, path):
     # Who am I? mp.spawn has passed the rank; on one machine it is the local rank too.
     local_rank = rank
     local_world_size = world_size
-    end_with_parent()  # mp.spawn's, if that is killed
 
     # Find what a user can get wrong before any process waits for another.
     with user_errors(local_rank):  # one line from each node, and exit code 2
@@ -105,14 +104,14 @@ def main(rank, world_size, path):
         # What the model takes: build_model tries it on two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
-        store = dist.FileStore(path, world_size)  # where all processes meet
-        store.set_timeout(timedelta(seconds=args.dist_timeout))
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does what takes more than --dist-timeout after watch.beat().
     watch = Watch(rank, run, args.dist_timeout)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     watch.beat()
+    store = dist.FileStore(path, world_size)  # where all processes meet
+    store.set_timeout(timedelta(seconds=args.dist_timeout))
     dist.init_process_group(
         backend,
         store=store,
@@ -235,14 +234,14 @@ def train(batches, model, run, stop, watch, rank, world_size, args):
         save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
         if save_now or at_end or run.step % args.print_freq == 0:
-            checksum = run.checksum() if complete else 0
-            more = sums.new_tensor([stop.requested.is_set(), checksum])
+            checksum = run.checksum() if complete else 0  # of the weights
+            more = sums.new_tensor([stop.requested.is_set(), checksum, checksum**2])
             means = reduce_mean(torch.cat([sums, more]), world_size)
-            loss_sum, acc1_sum, acc5_sum, asked, mean_checksum = means.tolist()
+            loss_sum, acc1_sum, acc5_sum, asked, checksum, square = means.tolist()
             sums.zero_()
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
-            if round(mean_checksum) != checksum:  # such as layers unfrozen after the wrap
+            if round(square - checksum**2) > 0:  # such as after layers were unfrozen
                 raise RuntimeError("the processes have different weights: each trained its own")
             progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
             stopped = asked > 0  # one process that was asked to stop is enough

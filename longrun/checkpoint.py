@@ -23,6 +23,7 @@ from .report import print_epoch
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
 FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
+SMALL = 2**20  # of numbers below it the squares, summed up in float64, are exact
 TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.\d+\.tmp")
 
 
@@ -166,14 +167,14 @@ class Run:
         Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
         """
         mine = {
-            "number of steps done": self.global_step(),
+            "number of steps done": self.global_step() % SMALL,
             "list of images and classes in train/": fingerprint(train_set),
             "list of images and classes in val/": fingerprint(val_set),
         }
-        mean = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
-        mean = reduce_mean(mean, self.world_size).tolist()
-        for (what, value), mean_value in zip(mine.items(), mean, strict=True):
-            if round(mean_value) != value:
+        values = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
+        means = reduce_mean(torch.stack([values, values**2]), self.world_size)
+        for what, mean, square in zip(mine, *means.tolist(), strict=True):
+            if round(square - mean**2) > 0:  # it has a variance
                 raise ValueError(f"the {what} differs between processes: compare the nodes' disks")
 
     def tidy_folder(self):
@@ -188,13 +189,14 @@ class Run:
         cut_lines(self.file(METRICS), self.epoch, self.step)
 
     def checksum(self):
-        """A number for all bits of the weights: below 2**40, so that a mean of equal ones is exact.
+        """A number for all bits of the weights: below 2**20, so that sums of its square are exact.
 
-        Processes whose weights were trained alike have the same.
+        Processes whose weights were trained alike have the same: the mean of its square is then the
+        square of its mean.
         """
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         bits = [x.detach().view(whole[x.element_size()]) for x in self.net.parameters()]
-        return sum(x.sum(dtype=torch.int64) for x in bits).item() % 2**40
+        return int(sum(x.sum(dtype=torch.int64) for x in bits)) % SMALL
 
     def remaining(self):
         """Yield (epoch, steps): the epochs that are left, and a range of the steps to do in each.
@@ -359,4 +361,4 @@ def lock_folder(folder):
 def fingerprint(dataset):
     """A number that changes with the classes, the files and the length of a data set."""
     known = [len(dataset), *(list(getattr(dataset, name, [])) for name in ("classes", "paths"))]
-    return zlib.crc32(repr(known).encode())
+    return zlib.crc32(repr(known).encode()) % SMALL

@@ -11,9 +11,10 @@ from tqdm import tqdm
 
 from .arguments import tell, tell_torchrun
 
-NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}  # of scores, as they are printed
+BAR = "{desc} {bar} {n}/{total} {remaining}"
+NAMES = {"val_loss": "loss", "acc1": "acc@1"}  # of scores, as they are printed
 NO_SCORES = {"epoch", "step", "train_loss", "lr", "world_size", "batch_size"}
-NO_SCORES |= {"images_per_second", "data_time", "seconds"}
+NO_SCORES |= {"images_per_second", "data_time", "seconds", "acc5"}  # acc5: a line has 80 columns
 
 
 class ProgressMeter:
@@ -34,9 +35,9 @@ class ProgressMeter:
             torch.cuda.reset_peak_memory_stats()
         self.title = f"epoch {run.epoch + 1}/{run.args.epochs}"
         self.bar = None
-        if run.rank == 0 and run.step < end and sys.stdout and sys.stdout.isatty():
-            bar = "{desc} {bar} {n}/{total} {remaining} {postfix}"
-            how = {"bar_format": bar, "leave": False, "file": sys.stdout, "dynamic_ncols": True}
+        terminal = sys.stdout and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        if run.rank == 0 and run.step < end and terminal:
+            how = {"bar_format": BAR, "leave": False, "file": sys.stdout, "dynamic_ncols": True}
             self.bar = tqdm(desc=self.title, initial=run.step, total=end, **how)
         run.progress = self
 
@@ -59,7 +60,7 @@ class ProgressMeter:
             tell("  ".join([place, speed, *map(str, meters), f"lr {lr:.4g}"]))
         else:
             means = [f"{meter.name} {meter.avg:.3f}" for meter in meters[:2]]
-            self.bar.set_postfix_str(" ".join([speed, *means]), refresh=False)
+            self.bar.bar_format = " ".join([BAR, speed, *means])
             self.bar.update(self.run.step - self.bar.n)
 
     def close(self, waited):

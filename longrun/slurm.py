@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.device import end_with_parent
+
 
 class SrunTask:
     """A task that srun has started; after agree() also the ranks of the processes that it starts.
@@ -22,6 +24,7 @@ class SrunTask:
         if step > 2**32 - 9:
             command = "srun -K -N2 --gres gpu:4 -c 32 python distributed_slurm_main.py"
             raise ValueError(f"not a task of srun: {command}")
+        end_with_parent()  # Slurm's, if that is killed
         self.number, self.tasks = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
         self.local_number = int(env["SLURM_LOCALID"])
         self.gpus_on_node = int(env.get("SLURM_GPUS_ON_NODE", 0))

@@ -7,11 +7,15 @@ import sys
 
 import torch.multiprocessing as mp
 
-from common.device import SIGNALS
+from common.device import SIGNALS, end_with_parent
 
 
 def run_child(index, main, *args):
-    """What mp.spawn starts: run main(index, *args) and exit with what it returns."""
+    """What mp.spawn starts: run main(index, *args) and exit with what it returns.
+
+    It ends with the parent: one that was killed would leave its children training.
+    """
+    end_with_parent()
     try:
         code = main(index, *args)
     except Exception:  # mp.spawn would keep it to itself until all processes have ended

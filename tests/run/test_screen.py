@@ -105,10 +105,9 @@ def terminal(work, tmp_path):
         os.close(each.master)
 
 
-EPOCH = r"epoch {}  loss \d\.\d{{4}}  acc@1 \d+\.\d{{3}}  (acc@5 \d+\.\d{{3}}  )?"
+EPOCH = r"epoch {}  loss \d\.\d{{4}}  acc@1 \d+\.\d{{3}}  "
 EPOCH += r"(new best|best \d+\.\d{{3}})  0:\d\d:\d\d"
 BAR = r"epoch [12]/\d \S* +\d+/29 \d\d:\d\d \d+ img/s loss \d\.\d{3} acc@1 \d+\.\d+"
-VALIDATION = r"validation \S* +\d/8 \S+"
 
 
 def test_a_run_and_the_evaluation_that_it_names(terminal, tmp_path):
@@ -119,14 +118,13 @@ def test_a_run_and_the_evaluation_that_it_names(terminal, tmp_path):
 
     bars = [line for line in run.current if re.search(r"/29 \d\d:\d\d", line)]
     assert bars and all(re.fullmatch(BAR, line) for line in bars), bars
-    assert max(map(len, bars)) <= 77
-    assert any(re.fullmatch(VALIDATION, line) for line in run.current)
+    assert max(map(len, bars)) <= 80
     # Bars are gone at the end, and each epoch is one line.
     start = next(i for i, line in enumerate(lines) if line.startswith("epoch 1/2"))
     first, second, done, best, evaluate = lines[start:]
     assert max(map(len, lines[start:])) <= 80, lines
     assert re.fullmatch(EPOCH.format("1/2") + r"  0:\d\d:\d\d left", first), first
-    assert re.fullmatch(EPOCH.format("2/2") + "(  train_loss .*)?", second), second
+    assert re.fullmatch(EPOCH.format("2/2"), second), second
     assert re.fullmatch(r"done in 0:\d\d:\d\d", done)
     top = max(rows(tmp_path / "c"), key=lambda row: row["acc1"])
     state = load(tmp_path / "c", "model_best.pth")
@@ -140,8 +138,6 @@ def test_a_run_and_the_evaluation_that_it_names(terminal, tmp_path):
     assert evaluation.process.returncode == 0, lines
     assert f"model_best.pth at the end of epoch {top['epoch']}" in " ".join(" ".join(lines).split())
     assert lines[-1].startswith(f" * loss {top['val_loss']:.4f}  acc@1 {top['acc1']:.3f}"), lines
-    assert any(re.fullmatch(VALIDATION, line) for line in evaluation.current)
-    assert not any("validation " in line for line in lines)  # the bar is gone
 
 
 def test_a_stop_an_error_and_a_resume(terminal, tmp_path):
@@ -152,14 +148,13 @@ def test_a_stop_an_error_and_a_resume(terminal, tmp_path):
     os.write(run.master, b"\x03")
     lines = run.read()
     (first,) = [line for line in lines if line.startswith("epoch 1/200  loss ")]
-    assert re.match(EPOCH.format("1/200") + r"  \d:\d\d:\d\d left  train_loss ", first), first
+    assert re.match(EPOCH.format("1/200") + r"  \d:\d\d:\d\d left", first), first
     (stopped,) = [i for i, line in enumerate(lines) if "stopped at" in line]
     found = re.fullmatch(r"stopped at (.*), saved: --resume auto goes on", lines[stopped])
     state = load(tmp_path / "c")
     assert found[1] == f"epoch {state['epoch'] + 1} step {state['step']}"
     assert lines[stopped + 1] == "torchrun reports every stop as below: that is no error"
-    assert lines[stopped + 2 : stopped + 4] == ["", "Traceback (most recent call last):"]
-    assert f"\x1b[1m{lines[stopped]}\x1b[0m".encode() in run.raw
+    assert lines[stopped + 2].startswith("Traceback (most recent call last):")
 
     run = terminal(command, size=wide)
     lines = run.read()
@@ -168,7 +163,7 @@ def test_a_stop_an_error_and_a_resume(terminal, tmp_path):
     assert error.startswith("error: ") and repeated.strip() == f"traceback : {error}"
     below = lines[lines.index(repeated) :]
     assert sum(1 + len(line) // 120 for line in below) < 24  # it is on the screen
-    assert f"\r\x1b[K\x1b[31m{error}\x1b[0m".encode() in run.raw
+    assert f"\r\x1b[K{error}".encode() in run.raw
 
     last = state["epoch"] * 29 + state["step"] + 5
     run = terminal([*command, "--resume", "auto", "--max-steps", last], size=wide, TERM="dumb")
@@ -179,16 +174,14 @@ def test_a_stop_an_error_and_a_resume(terminal, tmp_path):
     epoch, step = divmod(last, 29)
     title = f"epoch {epoch + 1}/200 step {step}  loss " if step else f"epoch {epoch}/200  loss "
     assert any(line.startswith(title) for line in lines), lines
-    assert b"\x1b" not in run.raw and b"validation" not in run.raw
+    assert b"\x1b" not in run.raw
 
 
 def test_an_error_takes_the_place_of_the_bar(terminal):
-    """Of any rank: each writes to the same terminal. This one has no colour, and tells no size."""
-    run = terminal([*python(), *FLAGS, "--lr", "1e30"], size=(0, 0), NO_COLOR="1")
+    """Of any rank: each writes to the same terminal."""
+    run = terminal([*python(), *FLAGS, "--lr", "1e30"])
     lines = run.read()
     assert run.process.returncode == 2
     assert re.fullmatch(r"error: .* \(epoch 1 step \d+\): a lower --lr may help", lines[-1]), lines
     assert not any("img/s" in line for line in lines)
-    bars = [line for line in run.current if re.match(r"epoch [12]/\d \S* +\d+/29 ", line)]
-    assert bars and {len(line) for line in bars} == {77}, run.current
-    assert b"\x1b[31m" not in run.raw
+    assert any(re.match(r"epoch [12]/\d \S* +\d+/29 ", line) for line in run.current)

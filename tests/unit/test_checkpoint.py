@@ -20,8 +20,8 @@ import torch
 from conftest import load, rows, same_state
 from torch.utils._pytree import tree_map
 
-from longrun import checkpoint
 from common.metrics import AverageMeter
+from longrun import checkpoint
 from longrun.checkpoint import Damaged, Run, fingerprint, read_checkpoint
 from tests import nets
 from tests.runs import (
