@@ -37,9 +37,10 @@ def patched(path, diff, *flags):
 
 
 def copy(folder, *recipes, script="distributed", edits=()):
-    """A copy of a full script with recipes and edits, and with common/ beside it; its path."""
+    """A copy of a full script with recipes and edits, and with both rooms beside it; its path."""
     folder.mkdir(exist_ok=True)
-    (folder / "common").symlink_to(ROOT / "common")
+    for room in ("common", "longrun"):
+        (folder / room).symlink_to(ROOT / room)
     path = Path(shutil.copy(ROOT / f"{script}.py", folder))
     assert all(patched(path, f"recipes/{name}.diff") for name in recipes)
     path.write_text(edited(path.read_text(), edits))
