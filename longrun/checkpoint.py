@@ -190,11 +190,12 @@ class Run:
     def checksum(self):
         """A number for all bits of the weights: below 2**40, so that a mean of equal ones is exact.
 
-        Processes whose weights were trained alike have the same.
+        Processes whose weights were trained alike have the same, in any memory format.
         """
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         bits = [x.detach().view(whole[x.element_size()]) for x in self.net.parameters()]
-        return sum(x.sum(dtype=torch.int64) for x in bits).item() % 2**40
+        # An odd number, or the upper bits of float64 would not count.
+        return sum(x.sum(dtype=torch.int64).item() for x in bits) % (2**40 - 1)
 
     def remaining(self):
         """Yield (epoch, steps): the epochs that are left, and a range of the steps to do in each.
@@ -314,10 +315,11 @@ def read_checkpoint(path):
         file.seek(0)
         try:
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
-        except pickle.UnpicklingError:  # torch's message is advice to run the code in it
-            checkpoint = None
-        except RuntimeError as error:  # such as: memory is short
-            raise ValueError(f"torch.load cannot read {path}: {first_line(error)}") from None
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "weights_only" not in str(error):
+                reason = first_line(error)  # such as: memory is short
+                raise ValueError(f"torch.load cannot read {path}: {reason}") from None
+            checkpoint = None  # torch's message is advice to run the code in it
     if not isinstance(checkpoint, dict) or "best_epoch" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of these scripts")
     return checkpoint

@@ -38,7 +38,7 @@ def parts():
     """What a run restores and saves: (net, optimizer, scaler, meters)."""
     torch.manual_seed(0)
     net = nets.plain(10)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-4)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return net, optimizer, scaler, {"loss": AverageMeter("loss")}
 
