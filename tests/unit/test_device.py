@@ -64,8 +64,9 @@ def test_gpus_and_processes(monkeypatch):
         raise RuntimeError("The NVIDIA driver on your system is too old\nfurther lines")
 
     monkeypatch.setattr(torch.cuda, "set_device", too_old)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"is too old \(CUDA_VISIBLE_DEVICES= in front trains"):
-        set_up_device(0, 1, nccl)
+        set_up_device(0, 2, nccl)
 
 
 ONE_GPU = """
@@ -82,12 +83,9 @@ time.sleep(60)
 
 def test_one_visible_gpu_for_each_process():
     """By a mask of its own: number 0 is another GPU in each. The same one is an error."""
-    first, other, same = (Child(ONE_GPU.format(uuid=uuid)) for uuid in "aba")
+    first, other = (Child(ONE_GPU.format(uuid=uuid)) for uuid in "ab")
     assert first.output.readline() == other.output.readline() == "cuda:0\n"
-    code, said = same.wait()
+    code, said = Child(ONE_GPU.format(uuid="a")).wait()
     first.kill()
     other.kill()
-    assert code == 1 and said.splitlines()[-1] == (
-        "ValueError: 4 processes on a node with 1 GPUs: start 1, or let them share the GPUs with "
-        "--backend gloo"
-    )
+    assert code == 1 and "\nValueError: 4 processes on a node with 1 GPUs: start 1, or" in said

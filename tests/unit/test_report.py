@@ -128,8 +128,10 @@ def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
 # What is said first.
 
 
-def banner(run, capsys, train_set=None):
-    print_banner(run, train_set or Images(), Images(16), "gloo", torch.device("cpu"))
+def banner(run, capsys, **about_images):
+    train_set = Images()
+    vars(train_set).update(about_images)
+    print_banner(run, train_set, Images(16), "gloo", torch.device("cpu"))
     return capsys.readouterr().out
 
 
@@ -143,7 +145,9 @@ def test_the_banner_of_a_new_run(tmp_path, capsys):
         f"checkpoints go to {tmp_path}",
         "no checkpoint was read",
     ]
-    said = banner(opened(tmp_path / "b", None, lr=3.2, warmup_epochs=9999), capsys)
+    run = opened(tmp_path / "b", None, lr=3.2, warmup_epochs=9999)
+    said = banner(run, capsys, decoder="PIL", skipped="2 .gif files")
+    assert ", images decoded by PIL\n" in said and "\nwarning: not read: 2 .gif files\n" in said
     assert "learning rate 0.1 = 3.2 x 8 / 256" in said and "no checkpoint" not in said
     assert "\nwarning: --warmup-epochs is not less than --epochs: the rate only rises" in said
 
@@ -155,14 +159,6 @@ def test_the_banner_is_true_of_a_copy(tmp_path, capsys):
     for name in ("lr", "warmup_epochs"):
         delattr(run.args, name)
     assert "; learning rate 0.01, 0.1\n" in banner(run, capsys)
-
-
-def test_the_banner_names_the_decoder_and_what_is_not_read(tmp_path, capsys):
-    images = Images()
-    images.decoder, images.skipped = "PIL", "2 .gif files"
-    said = banner(opened(tmp_path, workers=3), capsys, images)
-    assert ", loader workers: 3, images decoded by PIL\n" in said
-    assert "\nwarning: not read: 2 .gif files\n" in said
 
 
 def test_the_banner_of_a_resumed_run(tmp_path, capsys):

@@ -8,18 +8,17 @@ from conftest import ROOT
 
 def imported(path):
     """The modules that a file of a room imports, such as common.loader or torch.nn."""
-    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = f"{path.parent.name}.{node.module or ''}" if node.level else node.module
-            found |= {module, *(f"{module.rstrip('.')}.{alias.name}" for alias in node.names)}
-    return found
+            module = ".".join([path.parent.name] * node.level + [node.module or ""])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield module
 
 
 MODULES = {
-    f"{room}.{path.stem}": imported(path)
+    f"{room}.{path.stem}": {*imported(path)}
     for room in ("common", "longrun")
     for path in (ROOT / room).glob("[!_]*.py")
 }

@@ -1,11 +1,8 @@
 """What fails or hangs is ended, with a line that says which rank it was, and where."""
 
-import os
 import re
-import subprocess
 
 import pytest
-from conftest import PYTHON, ROOT
 
 import common.prefetcher  # noqa: F401 - before the forks
 import longrun.watch  # noqa: F401
@@ -14,6 +11,7 @@ from tests.unit.child import Child
 WATCH = """
 import ctypes, faulthandler, os, signal, sys, time, traceback, types
 import torch
+import torch.distributed as dist
 import longrun.watch
 from common.prefetcher import Prefetcher
 from longrun.watch import Watch
@@ -31,7 +29,13 @@ def die_first(*error):
 
 shown, traceback.format_exception = traceback.format_exception, die_first
 signal.signal(signal.SIGCHLD, raise_again)  # as torch does, for its workers
-watch = Watch(3, where, 60)
+Watch(3, where, 60)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it wraps the hook
+try:
+    raise {}
+except Exception:
+    sys.excepthook(*sys.exc_info())
+print("orderly")
 """
 ERRORS = {
     "RuntimeError('CUDA error: launch failed\\nCompile with `DSA`.')": "CUDA error: launch failed",
@@ -72,7 +76,7 @@ print("outside")
 watch.beat()
 list(Prefetcher(Loader(), torch.device("cpu")))
 """
-CODES = {error: f"{DEATH}raise {error}" for error in ERRORS} | {
+CODES = {error: DEATH.format(error) for error in ERRORS} | {
     "hang": HANG.format(limit=60, gpus=False),
     "hang on GPUs": HANG.format(limit=120, gpus=True),  # NCCL's own limit comes first
     "native": """
@@ -109,21 +113,9 @@ def children():
         child.kill()
 
 
-def test_an_error_ends_a_process_at_once(tmp_path):
-    """Though init_process_group has wrapped the hook; nothing of an orderly exit is done."""
-    code = f"{WATCH}import atexit, pathlib\natexit.register(pathlib.Path('orderly').touch)\n"
-    code += "import torch.distributed as dist\n"
-    code += "store = dist.FileStore('store', 1)\nwatch = Watch(0, where, 60)\n"
-    code += "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-    command, env = [PYTHON, "-c", f"{code}raise ValueError('the cause')"], {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | env, stderr=-1, text=True)
-    assert ended.returncode == 1 and not (tmp_path / "orderly").exists()
-    assert ended.stderr.endswith("rank 0 failed at epoch 5 step 6: the cause\n")
-
-
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_is_said_in_the_last_line(error, children):
-    """Though another comes while it is said."""
+    """At once, though another comes while it is said."""
     code, output = children[error].wait()
     assert code == 1 and "Traceback" in output and "second" not in output
     assert output.endswith(f"{FAILED}{ERRORS[error]}\n") and "\x1b" not in output
