@@ -89,13 +89,19 @@ def is_drawn(values):
 
 
 def draw(runs, path):
-    """Write a picture: a panel for each kind of number, a colour for each run."""
-    with user_errors(0, remedy="--out needs it: python -m pip install matplotlib"):
+    """Write a picture: a panel for each kind of number, a colour for each run.
+
+    Raises ValueError where matplotlib is missing, or does not know the kind of file.
+    """
+    try:
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
         from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        remedy = "--out needs it: python -m pip install matplotlib"
+        raise ValueError(f"{error}: {remedy}") from None
 
     shown = panels(runs)
     rows = math.ceil(len(shown) / 2)

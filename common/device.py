@@ -38,18 +38,18 @@ def set_up_device(local_rank, local_world_size, args):
         if flags.get("sync_bn"):
             raise ValueError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs")
         return torch.device("cpu")
-    shared = local_world_size > count and flags.get("backend") != "gloo"
-    if shared and not (count == 1 and _is_own_gpu()):
-        raise ValueError(
-            f"{local_world_size} processes on a node with {count} GPUs: start {count}, "
-            "or let them share the GPUs with --backend gloo"
-        )
     device = torch.device("cuda", local_rank % count)
     try:
         torch.cuda.set_device(device)  # before anything touches a GPU, or all take memory of GPU 0
     except RuntimeError as error:  # such as a driver older than this torch
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None
+    shared = local_world_size > count and flags.get("backend") != "gloo"
+    if shared and not (count == 1 and _is_own_gpu()):
+        raise ValueError(
+            f"{local_world_size} processes on a node with {count} GPUs: start {count}, "
+            "or let them share the GPUs with --backend gloo"
+        )
     if flags.get("precision") == "bf16" and torch.cuda.get_device_capability() < (8, 0):
         raise ValueError("this GPU has no bf16, which is the default: add --precision fp16 or fp32")
     torch.backends.cudnn.benchmark = True

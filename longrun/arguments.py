@@ -17,7 +17,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def add_argument(self, *names, **more):
         action = super().add_argument(*names, **more)
-        if action.default not in (None, False, argparse.SUPPRESS):
+        # 0 is shown, though it equals False.
+        if not any(action.default is x for x in (None, False, argparse.SUPPRESS)):
             action.help = f"{action.help or ''} (default: %(default)s)"
         return action
 
@@ -95,6 +96,7 @@ def tell(*lines):
 def say(reason, trace=""):
     """Write the reason of an error to stderr, as one line, below a traceback if there is one."""
     reason = printable(reason)
+    trace = "\n".join(map(printable, trace.split("\n")))  # it ends with the error's own text
     if sys.__stderr__ and sys.__stderr__.isatty():
         trace = f"\r\033[K{trace}"  # over a progress bar
     for stream, text in ((sys.stdout, ""), (sys.__stderr__, f"{trace}{reason}\n")):

@@ -23,7 +23,7 @@ from .report import print_epoch
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
 FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
-SMALL = 2**20  # of numbers below it the squares, summed up in float64, are exact
+SMALL = 2**20 - 3  # a prime: of numbers below it the squares, summed up in float64, are exact
 TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.\d+\.tmp")
 
 
@@ -189,10 +189,10 @@ class Run:
         cut_lines(self.file(METRICS), self.epoch, self.step)
 
     def checksum(self):
-        """A number for all bits of the weights: below 2**20, so that sums of its square are exact.
+        """A number for all bits of the weights: below SMALL, so that sums of its square are exact.
 
-        Processes whose weights were trained alike have the same: the mean of its square is then the
-        square of its mean.
+        Processes whose weights were trained alike have the same, in any memory format: the mean of
+        its square is then the square of its mean.
         """
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         bits = [x.detach().view(whole[x.element_size()]) for x in self.net.parameters()]
@@ -316,10 +316,11 @@ def read_checkpoint(path):
         file.seek(0)
         try:
             checkpoint = torch.load(file, weights_only=True, map_location="cpu")
-        except pickle.UnpicklingError:  # torch's message is advice to run the code in it
-            checkpoint = None
-        except RuntimeError as error:  # such as: memory is short
-            raise ValueError(f"torch.load cannot read {path}: {first_line(error)}") from None
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "weights_only" not in str(error):
+                reason = first_line(error)  # such as: memory is short
+                raise ValueError(f"torch.load cannot read {path}: {reason}") from None
+            checkpoint = None  # torch's message is advice to run the code in it
     if not isinstance(checkpoint, dict) or "best_epoch" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of these scripts")
     return checkpoint

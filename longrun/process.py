@@ -30,7 +30,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number, frame):
-        if not self.requested.is_set():
+        if not self.patience:  # before set(), for another signal may come inside of it
             self.patience = time.monotonic() + 2
             self.requested.set()
         elif time.monotonic() > self.patience:

@@ -1,6 +1,6 @@
 """Training runs in the process of a test: a small model, and no images at all."""
 
-from types import SimpleNamespace
+from argparse import Namespace
 
 import torch
 
@@ -23,8 +23,8 @@ def arguments(folder, resume="auto", **more):
     """The flags that a Run looks at."""
     known = {"arch": "a", "image_size": 24, "batch_size": 8, "seed": 0, "data": None, "lr": 0.1}
     known |= {"epochs": 9999, "max_steps": None, "evaluate": False}
-    known |= {"warmup_epochs": 0, "pretrained": False, "precision": "fp32"}
-    return SimpleNamespace(**known | {"checkpoint_dir": str(folder), "resume": resume} | more)
+    known |= {"warmup_epochs": 0, "precision": "fp32", "workers": 1}
+    return Namespace(**known | {"checkpoint_dir": str(folder), "resume": resume} | more)
 
 
 def read(folder, resume="auto", images=None, world_size=1, **more):
@@ -38,7 +38,7 @@ def parts():
     """What a run restores and saves: (net, optimizer, scaler, meters)."""
     torch.manual_seed(0)
     net = nets.plain(10)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-4)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return net, optimizer, scaler, {"loss": AverageMeter("loss")}
 

@@ -1,16 +1,16 @@
-"""Flags: what --help says, what a checkpoint and the data add; how a user's errors are said.
+"""Flags: what --help says; how errors, and all else that a run says, come to the terminal.
 
 Which flags are refused: test_mistakes.py.
 """
 
+import io
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from longrun.arguments import DIGITS, IMAGENET, ArgumentParser, complete, say, user_errors
+from longrun.arguments import ArgumentParser, say, tell, user_errors
 
 
 def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
@@ -19,71 +19,75 @@ def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr(sys, "argv", ["distributed.py", "--help"])
     with pytest.raises(SystemExit) as end:
-        distributed.parse_args()
+        distributed.parse_args(10000)
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     for words in (
-        "your package.module:callable (default: resnet50; for the digits: resnet18) ",
-        "it is scaled with the batch (default: 0.1; for the digits: 0.1) ",
+        "your package.module:callable (default: resnet50) ",
+        "it is scaled with the batch (default: 0.1) ",
         "save every N steps too; 0: do not (default: 0) ",
+        "of the training loss (default: 0.0) ",
         f"of the forward pass (default: {precision}) ",
-        "loader processes per data set (default: cores) -",  # what the text says itself
+        "loader processes (default: 1) ",
         "torch.compile the model -",
         "the newest of the run, if any -",
+        "show this help message and exit -",
     ):
         assert words in text, words
-    of_a_copy = ArgumentParser()
-    of_a_copy.add_argument("--lr", default=0.3)
-    assert "(default: 0.3)" in of_a_copy.format_help()
-
-
-@pytest.mark.parametrize("data", [None, "somewhere"])
-def test_what_is_not_given_is_the_checkpoints_or_that_of_the_data(data):
-    """The model and its image size are the checkpoint's, where there is one."""
-    args = SimpleNamespace(data=data, lr=None, epochs=7, resume=None, arch=None, image_size=None)
-    defaults = IMAGENET if data else DIGITS
-    expected = defaults | {"data": data, "resume": None, "epochs": 7}
-    assert vars(complete(args, {})) == expected  # all of them, also for a copy with fewer flags
-    args.image_size = 32
-    completed = complete(args, {"arch": "mine:net", "image_size": 24, "lr": 7.0, "epochs": 9})
-    assert vars(completed) == expected | {"arch": "mine:net", "image_size": 32}
 
 
 def test_a_closed_stdout(monkeypatch, capfd):
     """By `>&-` in a shell."""
     monkeypatch.setattr(sys, "stdout", None)
     say("words")
+    tell("words")
     ArgumentParser().parse_args([])
     assert capfd.readouterr().err == "words\n"
 
 
-@pytest.mark.parametrize(
-    "rank, asked, said, waited",
-    [
-        (0, None, "error: wrong\n", []),
-        (1, None, "error: wrong\n", [30]),  # an error of this process alone: nobody has stopped it
-        (1, False, "error: wrong\n", [30]),
-        (1, True, "", [30]),  # the launcher stops those that local rank 0 has left
-    ],
-)
-def test_the_others_wait_for_local_rank_0_to_speak(rank, asked, said, waited, monkeypatch, capfd):
+@pytest.mark.parametrize("rank, waited", [(0, []), (1, [30])])
+def test_the_others_wait_for_local_rank_0_to_speak(rank, waited, monkeypatch, capfd):
+    """If nobody has stopped one after that time, it alone has the error."""
     waits = []
-    wait = lambda seconds: waits.append(seconds) or asked  # noqa: E731
-    stop = None if asked is None else SimpleNamespace(requested=SimpleNamespace(wait=wait))
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr("time.sleep", waits.append)
-    with pytest.raises(SystemExit) as end, user_errors(rank, stop):
+    with pytest.raises(SystemExit) as end, user_errors(rank):
         raise ValueError("wrong\nfurther lines")
-    assert end.value.code == 2 and capfd.readouterr().err == said and waits == waited
+    assert (end.value.code, capfd.readouterr().err, waits) == (2, "error: wrong\n", waited)
 
 
-def test_a_mistake_of_ours_is_no_users_error(monkeypatch, capfd):
-    """Nor is a package that is missing, unless it is said how to get it."""
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    for raised, remedy in (ZeroDivisionError, "pip install it"), (ImportError, None):
-        with pytest.raises(raised), user_errors(0, remedy=remedy):
-            raise raised
-    with pytest.raises(SystemExit), user_errors(0, remedy="pip install it"):
-        raise ImportError("no apex")
-    assert capfd.readouterr().err == "error: no apex: pip install it\n"
+def test_a_mistake_of_ours_is_no_users_error():
+    with pytest.raises(ZeroDivisionError), user_errors(0):
+        raise ZeroDivisionError
+
+
+NAME = "caf\u00e9\x1b[2K\r\u202e\x85\udcff\nrank 0 failed"  # of a file, as somebody may make it
+
+
+@pytest.mark.parametrize("encoding, e", [("utf-8", "\u00e9"), ("ascii", r"\xe9")])
+def test_no_name_moves_the_cursor_or_looks_like_a_line_of_ours(encoding, e, monkeypatch, capfd):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    tell(NAME, "next")
+    say(NAME, f"Traceback\n{NAME}\n")
+    shown = rf"caf{e}\x1b[2K\r\u202e\x85\udcff"
+    reason = rf"{shown}\nrank 0 failed"
+    assert stdout.buffer.getvalue().decode(encoding) == f"{reason}\nnext\n"
+    assert capfd.readouterr().err == f"Traceback\n{shown}\nrank 0 failed\n{reason}\n"
+
+
+def test_a_full_disk_and_a_closed_pipe_do_not_stop_a_run(tmp_path, monkeypatch):
+    """What a full disk did not take is written once there is room."""
+    stdout = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stdout)
+    tell("first")
+    with open(tmp_path / "file", "w") as file:
+        os.dup2(file.fileno(), stdout.fileno())
+    tell("second")
+    assert (tmp_path / "file").read_text() == "first\nsecond\n"
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
+    tell("first")
+    tell("second")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.device import own_cores, set_threads, set_up_device
+from tests.unit.child import Child
 
 
 @pytest.fixture(autouse=True)
@@ -63,5 +64,28 @@ def test_gpus_and_processes(monkeypatch):
         raise RuntimeError("The NVIDIA driver on your system is too old\nfurther lines")
 
     monkeypatch.setattr(torch.cuda, "set_device", too_old)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"is too old \(CUDA_VISIBLE_DEVICES= in front trains"):
-        set_up_device(0, 1, nccl)
+        set_up_device(0, 2, nccl)
+
+
+ONE_GPU = """
+import time, types, torch
+from common.device import set_up_device
+
+torch.cuda.device_count = lambda: 1
+torch.cuda.set_device = print
+torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(uuid="{uuid}")
+set_up_device(3, 4, types.SimpleNamespace())
+time.sleep(60)
+"""
+
+
+def test_one_visible_gpu_for_each_process():
+    """By a mask of its own: number 0 is another GPU in each. The same one is an error."""
+    first, other = (Child(ONE_GPU.format(uuid=uuid)) for uuid in "ab")
+    assert first.output.readline() == other.output.readline() == "cuda:0\n"
+    code, said = Child(ONE_GPU.format(uuid="a")).wait()
+    first.kill()
+    other.kill()
+    assert code == 1 and "\nValueError: 4 processes on a node with 1 GPUs: start 1, or" in said

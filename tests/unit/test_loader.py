@@ -4,16 +4,20 @@ import os
 import pickle
 import random
 import re
+import signal
+import time
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
 from conftest import PYTHON, ROOT, run, without_launchers
+from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_flatten
 
 from common import batches as memory
-from common.loader import Seeded, TrainSampler, start_loader
+from common.loader import TrainSampler, start_loader
 from common.prefetcher import Prefetcher
 from tests.unit.child import Child
 
@@ -56,8 +60,8 @@ def test_random_numbers_depend_on_seed_epoch_and_index_only():
         for rank in range(world_size):
             sampler = TrainSampler(40, 8, rank, world_size, 0)
             sampler.set_epoch(epoch)
-            dataset = Seeded(Items(draw), seed)
-            for batch in start_loader(dataset, sampler, 8 // world_size, workers, CPU):
+            share = 8 // world_size
+            for batch in start_loader(Items(draw), sampler, share, workers, CPU, seed=seed):
                 for *numbers, index in torch.stack(batch, dim=1).tolist():
                     found[index] = numbers
         return found
@@ -71,10 +75,10 @@ def test_random_numbers_depend_on_seed_epoch_and_index_only():
 
 @pytest.mark.parametrize("length", [64, 67, 16])
 def test_global_batches_are_the_same_for_every_world_size(length):
-    def batches(world_size, first=0, end=None, epoch=3):
+    def batches(world_size, steps=None, epoch=3):
         samplers = [TrainSampler(length, 16, rank, world_size, 7) for rank in range(world_size)]
         for sampler in samplers:
-            sampler.set_epoch(epoch, first, end)
+            sampler.set_epoch(epoch, steps)
         assert len({len(sampler) for sampler in samplers}) == 1  # all take as many steps
         keys = [key for keys in zip(*samplers, strict=True) for key in keys]
         return [{*keys[start : start + 16]} for start in range(0, len(keys), 16)]
@@ -85,8 +89,8 @@ def test_global_batches_are_the_same_for_every_world_size(length):
     assert {epoch for batch in expected for epoch, _ in batch} == {3}
     for world_size in (2, 4, 8, 16):
         assert batches(world_size) == expected
-        assert batches(world_size, first=1) == expected[1:]
-        assert batches(world_size, end=len(expected) - 1) == expected[:-1]
+        assert batches(world_size, range(1, len(expected))) == expected[1:]
+        assert batches(world_size, range(len(expected) - 1)) == expected[:-1]
     if length > 16:
         assert batches(1, epoch=4) != [{(4, i) for _, i in batch} for batch in expected]
 
@@ -100,8 +104,8 @@ def test_a_batch_size_that_does_not_divide():
 def test_a_batch_stays_what_it_is(workers):
     """However long somebody holds it, and however far ahead the workers are."""
     sampler = TrainSampler(40, 2, 0, 1, 0)
-    loader = start_loader(Seeded(Items(large), 0), sampler, 2, workers, CPU)
-    sampler.set_epoch(0, 20, 20)
+    loader = start_loader(Items(large), sampler, 2, workers, CPU, seed=0)
+    sampler.set_epoch(0, range(20, 20))
     assert list(loader) == [] and len(loader) == 0  # after a resume at an epoch's end
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -178,6 +182,29 @@ def test_items_of_any_kind_reach_the_device(workers):
     assert number == 4
 
 
+IMAGES = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "batch, inputs",
+    [
+        (IMAGES, 1),
+        ([IMAGES, IMAGES], 1),
+        (Pair(IMAGES, {"mask": IMAGES, "name": "a"}), 1),
+        (([IMAGES, IMAGES], IMAGES), 2),  # two views
+        ({"image": IMAGES, "pair": (IMAGES, IMAGES)}, 3),  # where none is said to be the first
+        ([None, "name", IMAGES], 0),
+    ],
+)
+def test_only_the_first_item_is_normalised(batch, inputs):
+    """The others are targets, such as masks in colours."""
+    (loaded,) = Prefetcher([batch], CPU)
+    (leaves, form), (before, form_before) = tree_flatten(loaded), tree_flatten(batch)
+    assert form == form_before
+    assert all(leaf.dtype == torch.float32 for leaf in leaves[:inputs])
+    assert all(now is old for now, old in zip(leaves[inputs:], before[inputs:], strict=True))
+
+
 def test_waited_is_the_time_for_images_of_the_last_epoch(monkeypatch):
     """Not that for steps, nor that for the end."""
     now = 0.0
@@ -210,7 +237,7 @@ def test_a_collate_fn_of_the_users(workers):
     def make(index):
         return torch.arange(9000.0 * (index % 3 + 1))
 
-    loader = start_loader(Items(make), range(40), 8, workers, CPU, of_unlike_length)
+    loader = start_loader(Items(make), range(40), 8, workers, CPU, collate_fn=of_unlike_length)
     for number, batch in enumerate(list(loader)):
         expected = of_unlike_length([make(i) for i in range(number * 8, number * 8 + 8)])
         assert type(batch) is Padded and batch.lengths == expected.lengths
@@ -238,7 +265,8 @@ class Slow(list):
 
 def start(workers, items):
     return start_loader(items, range(len(items)), 2, workers, torch.device("cpu"))
-
+"""
+ITEMS = """
 items = [torch.full((3, 160, 160), i, dtype=torch.uint8) for i in range(40)]
 """
 CROWDED = """
@@ -258,10 +286,13 @@ def test_a_crowded_machine(tmp_path):
     little = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     little += ['mount -t tmpfs -o size=64k none /dev/shm && exec "$@"', "sh"]
     env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
-    output = run([*little, PYTHON, "-c", START + CROWDED], tmp_path, env=env, timeout=60, code=2)
+    output = run(
+        [*little, PYTHON, "-c", START + ITEMS + CROWDED], tmp_path, env=env, timeout=60, code=2
+    )
     total, line = output.splitlines()
     assert total == "tensor(780)"
-    assert line == "error: --workers 9: No space left on device: give fewer, or 0"
+    reason = "No space left on device (of processes, open files or /dev/shm)"
+    assert line == f"error: --workers 9: {reason}: give fewer, or 0"
 
 
 NOTEBOOK = """
@@ -275,15 +306,16 @@ list(other)
 
 def test_a_loader_that_nobody_lets_go_of_does_not_keep_its_process():
     """In a notebook it is a global, alive when the interpreter exits; so it is after an error."""
-    output = run([PYTHON, "-c", START + NOTEBOOK], ROOT, timeout=60, code=1)
+    output = run([PYTHON, "-c", START + ITEMS + NOTEBOOK], ROOT, timeout=60, code=1)
     assert output.startswith("20\n")
     assert re.search("killed by signal|exited unexpectedly", output.splitlines()[-1])
 
 
 def test_a_worker_that_reads_for_long_ends_with_its_process():
     """torch's own workers look for their parent between two batches only."""
-    command = [PYTHON, "-c", f"{START}list(start(1, Slow(items)))"]
-    run(command, ROOT, timeout=20, code=-9)  # fails if a process is left
+    began = time.monotonic()
+    assert Child(f"{START}list(start(1, Slow(range(40))))").wait() == (-signal.SIGKILL, "")
+    assert time.monotonic() - began < 30  # until the last of them has ended
 
 
 FORKS = """
@@ -291,13 +323,17 @@ import os, runpy, sys
 import torch.distributed as dist
 os.register_at_fork(before=lambda: print("fork"))
 dist.init_process_group = lambda *_, **__: print("meet") or os._exit(0)
-sys.argv = ["distributed.py", *"-a tests.nets:plain --image-size 24 -j 1 --evaluate".split()]
-runpy.run_path("{root}/distributed.py", run_name="__main__")
+flags = "--data {root}/data -a tests.nets:plain --image-size 24 -b 2 -j 1 --evaluate"
+sys.argv = ["distributed.py", *flags.split()]
+runpy.run_path("distributed.py", run_name="__main__")
 """
 
 
-def test_workers_are_forked_before_gloo_has_threads(work, monkeypatch):
+def test_workers_are_forked_before_gloo_has_threads(tmp_path, monkeypatch):
     """A fork would copy the locks that these threads hold, and wait for them without end."""
-    monkeypatch.chdir(work)
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        Image.new("RGB", (24, 24)).save(tmp_path / "data" / name / "x.png")
     monkeypatch.setattr(os, "environ", without_launchers(os.environ) | {"OMP_NUM_THREADS": "1"})
-    assert Child(FORKS.replace("{root}", str(ROOT))).wait() == (0, "fork\nfork\nmeet\n")
+    monkeypatch.chdir(ROOT)
+    assert Child(FORKS.replace("{root}", str(tmp_path))).wait() == (0, "fork\nfork\nmeet\n")
