@@ -25,6 +25,9 @@ DOCUMENTS = generate.DOCUMENTS
 ENGLISH = [name for name in DOCUMENTS if "zh-CN" not in name]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BLOCK = re.compile(r"<!-- generated: (.+?) -->(.*?)<!-- end -->", re.S)
+# The diffs of full scripts and of their recipes: the Chinese pages have a link to the file instead.
+NOT_REPEATED = re.compile(r"<!-- generated: (?:recipe|diff) (\w+) -->.*?<!-- end -->", re.S)
+DIFF_LINK = re.compile(r"^diff\uff1a\[\w+/(\w+)\.diff\]", re.M)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # An answer ends with where it is: [file](file): `function`, or a full-width colon.
@@ -75,7 +78,7 @@ LAUNCHER = r"(?:torchrun --standalone --nproc-per-node=\d|\./start\.sh|python)"
 SCRIPT = rf"{LAUNCHER} (\w+)(?:\.py)? (?!{DATA}$)(--.*)"
 NODE = r"torchrun --nnodes=2 --node-rank=[01] .*"
 SCRIPTS = "|".join(generate.SCRIPTS)
-GENERATORS = r"python (docs/figures|tools/generate)\.py"
+GENERATORS = r"python tools/(figures|generate)\.py"
 
 
 def any_of(known):
@@ -348,6 +351,10 @@ def test_the_lesson_is_the_whole_difference():
 @pytest.mark.parametrize("name", ENGLISH)
 def test_both_languages_have_the_same_commands_and_code(name):
     english, chinese = read(name), read(name.replace(".md", ".zh-CN.md"))
+    shown = NOT_REPEATED.findall(english)
+    linked = ["dataparallel" if diff == "distributed" else diff for diff in shown]  # one file
+    assert DIFF_LINK.findall(chinese) == linked
+    english = NOT_REPEATED.sub("", english)
     for same in (commands, BLOCK.findall, FENCE.findall, PLACE.findall):
         assert same(english) == same(chinese)
 
