@@ -333,6 +333,7 @@ def blocks():
         show = {"recipes": recipe, "bugs": bug, "minimal/recipes": bug}[folder]
         made[f"{folder[:-1]} {name}"] = show(text)
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
+    made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
     lines = (ROOT / "distributed.py").read_text().splitlines()
     made["imports"] = fenced(
