@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 from figures import draw  # noqa: E402
 
 READMES = ["README.md", "README.zh-CN.md"]
@@ -333,8 +333,12 @@ def blocks():
         show = {"recipes": recipe, "bugs": bug, "minimal/recipes": bug}[folder]
         made[f"{folder[:-1]} {name}"] = show(text)
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
+    made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
-    made["imports"] = excerpt("distributed.py", ("from common", "from longrun.watch"))
+    lines = (ROOT / "distributed.py").read_text().splitlines()
+    made["imports"] = fenced(
+        "python", [line for line in lines if re.match("from (common|longrun)", line)]
+    )
     made["evaluation"] = excerpt(
         "distributed.py",
         ("val_sampler = range", "val_sampler = range"),

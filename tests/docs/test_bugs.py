@@ -92,8 +92,8 @@ class Run(NamedTuple):
     def weights_differ(self):
         return "2.weight" in self.differing()
 
-    def error_of_gradient(self, darkest=0.0):
-        """How far the first step's is from that of the mean over the batch: a share of the latter.
+    def error_of_gradient(self, darkest=0.0, loss=torch.nn.functional.cross_entropy):
+        """How far the first step's is from that of the whole batch's loss: a share of the latter.
 
         Darker images than this have no label, and count nothing.
         """
@@ -102,11 +102,9 @@ class Run(NamedTuple):
         target = torch.tensor(digits.target[first])
         target[images.mean(dim=(1, 2, 3)) < darkest] = -100
         torch.manual_seed(0)
-        net, loss = one_gpu.build_net(), 0  # as rank 0 makes it and DDP sends it to all
-        for part in (slice(0, 32), slice(32, 64)):  # BatchNorm sees one process's images
-            output = net(images[part])
-            loss += torch.nn.functional.cross_entropy(output, target[part], reduction="sum")
-        (loss / (target >= 0).sum()).backward()
+        net = one_gpu.build_net()  # as rank 0 makes it and DDP sends it to all
+        output = torch.cat([net(part) for part in images.split(32)])  # BatchNorm sees one's own
+        loss(output, target).backward()
         right = net[2].bias.grad
         return ((self.ranks("gradients")[0][1] - right).norm() / right.norm()).item()
 
@@ -125,6 +123,12 @@ def f1_of_saved(run):
     """As it is printed."""
     answers = predicted(run.saved())
     return f"F1 {100 * f1_score(validation_set()[1], answers, average='macro'):.2f}\n"
+
+
+def dice(output, target):
+    """1 - Dice, the mean over the classes."""
+    truth, scores = torch.nn.functional.one_hot(target, 10), output.softmax(dim=1)
+    return 1 - (2 * (scores * truth).sum(dim=0) / (scores + truth).sum(dim=0)).mean()
 
 
 def mistake(symptom, *edits, mended=None, **how):
@@ -153,6 +157,12 @@ REDUCE = "        dist.all_reduce(correct)  # the sum over all processes\n"
 CLIP = "            nn.utils.clip_grad_norm_("
 WRAP = "    model = DistributedDataParallel(net)  # averages the gradients in backward()\n"
 FREEZE = "    net[0].requires_grad_(False)  # train the last layer only\n"
+UNFREEZE = "            net[0].requires_grad_(True)  # from now on train all layers\n"
+COSINE = "CosineAnnealingLR(optimizer, T_max=steps)"
+LAMBDA = "LambdaLR(optimizer, lambda n: (1 + math.cos(math.pi * n / steps)) / 2)"
+SUMS = "            loss = 1 - (2 * sums[0] / sums[1])"
+SUM_OF_ALL = "            sums = torch.distributed.nn.functional.all_reduce(sums)\n"
+WITH_GRADIENT = 'sums = dist._functional_collectives.all_reduce(sums, "sum", dist.group.WORLD)'
 SECOND = "nn.functional.cross_entropy(flipped, target.to(device))"
 BACKWARDS = f"            loss.backward()\n            {SECOND}.backward()\n"
 BACKWARD = f"            loss = loss + {SECOND}\n            loss.backward()\n"
@@ -212,6 +222,10 @@ MISTAKES = {
     "no_sync_off_by_one": mistake(Run.weights_differ, mended=("= i == 2", "= i == 1")),
     "no_sync_around_backward": mistake(Run.weights_differ, mended=(PART + FLAG, FLAG + PART)),
     "two_forwards": mistake(Run.weights_differ, mended=(BACKWARDS, BACKWARD)),
+    "unfreeze_after_wrap": mistake(
+        lambda run: "0.0.weight" in run.differing(),
+        mended=(UNFREEZE, f"{UNFREEZE}        {WRAP}"),
+    ),
     "resume_on_rank_0": mistake(
         Run.weights_differ, mended=("if rank == 0 and os.path", "if os.path"), resumed=True
     ),
@@ -225,10 +239,26 @@ MISTAKES = {
     "masked_mean": mistake(
         lambda run: run.error_of_gradient(darkest=0.3) > 1e-5, mended=(MEAN, TOTAL), epochs=1
     ),
+    "ratio_per_process": mistake(
+        lambda run: run.error_of_gradient(loss=dice) > 1e-5,
+        mended=(SUMS, SUM_OF_ALL + SUMS),
+        epochs=1,
+    ),
+    "ratio_all_reduced": mistake(
+        lambda run: abs(run.error_of_gradient(loss=dice) - 0.5) < 1e-5,
+        mended=("dist.all_reduce(sums)", WITH_GRADIENT),
+        epochs=1,
+    ),
     "batch_per_process": mistake(lambda run: len(run.ranks("seen")[0][0]) < 1437 // 64),  # steps
     "schedule_of_one_gpu": mistake(
         lambda run: run.ranks("state")[0]["rates"][-1] > 0.02,
         mended=("len(train_set) // train_loader.batch_size", "len(train_loader)"),
+    ),
+    "longer_schedule": mistake(
+        lambda run: run.ranks("state")[0]["rates"][-1] > 0.02,
+        ("import gc\n", "import gc\nimport math\n"),
+        mended=(COSINE, LAMBDA),
+        again=True,
     ),
     "clip_before_unscale": mistake(
         lambda run: run.accuracies()[-1] < 60,

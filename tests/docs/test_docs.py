@@ -2,19 +2,24 @@
 without GPUs; what is generated is as its source; links and names of functions hold.
 """
 
+import io
 import json
 import re
 import runpy
 import shlex
 import shutil
 import socket
+from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import PYTHON, ROOT, Job, last_result, needs_horovod, run
+from PIL import Image
 from torchvision.datasets import imagenet
 from torchvision.models import resnet18
 
+from common.images import image_folders
 from tests.cluster import test_slurm
 from tests.docs.copies import USER, cached_weights, commands_of
 from tests.docs.ranks import good
@@ -25,6 +30,9 @@ DOCUMENTS = generate.DOCUMENTS
 ENGLISH = [name for name in DOCUMENTS if "zh-CN" not in name]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BLOCK = re.compile(r"<!-- generated: (.+?) -->(.*?)<!-- end -->", re.S)
+# The diffs of full scripts and of their recipes: the Chinese pages have a link to the file instead.
+NOT_REPEATED = re.compile(r"<!-- generated: (?:recipe|diff) (\w+) -->.*?<!-- end -->", re.S)
+DIFF_LINK = re.compile(r"^diff\uff1a\[\w+/(\w+)\.diff\]", re.M)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # An answer ends with where it is: [file](file): `function`, or a full-width colon.
@@ -75,7 +83,7 @@ LAUNCHER = r"(?:torchrun --standalone --nproc-per-node=\d|\./start\.sh|python)"
 SCRIPT = rf"{LAUNCHER} (\w+)(?:\.py)? (?!{DATA}$)(--.*)"
 NODE = r"torchrun --nnodes=2 --node-rank=[01] .*"
 SCRIPTS = "|".join(generate.SCRIPTS)
-GENERATORS = r"python (docs/figures|tools/generate)\.py"
+GENERATORS = r"python tools/(figures|generate)\.py"
 
 
 def any_of(known):
@@ -95,14 +103,15 @@ TESTED = {
     r"python plot\.py .*": "docs/test_docs.py::test_plot",
     r"python -m pip install matplotlib": "unit/test_plot.py::test_without_matplotlib",
     r"python docs/unpack_imagenet\.py": "docs/test_docs.py::test_the_archives_are_unpacked",
+    r"python docs/class_folders\.py": "docs/test_docs.py::test_other_layouts_become_class_folders",
     r"python docs/use_weights\.py": "docs/test_docs.py::test_weights_are_used_elsewhere",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",
     any_of(in_docstrings("minimal/libraries")): "docs/test_libraries.py::test_trains",
     any_of(test_slurm.COMMANDS): "cluster/test_slurm.py::test_command_of_the_documents",
     r"sbatch .*": "cluster/test_slurm.py::test_the_job_file",
     r"tests/cluster/slurm/cluster\.sh start": "docs/test_minimal.py::slurm",
-    r"torchrun .* --max-restarts=3 .*": "run/test_resume.py::test_torchrun_restarts",
-    r"TORCH_DISABLE_\w+=1 torchrun .*": "cluster/test_elastic.py::command",
+    r"TORCH_\w+=1 torchrun --standalone .* --max-restarts=3 .*": "run/test_resume.py::test_torchrun_",
+    r"TORCH_\w+=1 torchrun --nnodes=2:4 .*": "cluster/test_elastic.py::command",
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
     r"python -m benchmarks\.\w+.*": "run/test_benchmark.py::command",
     r"python tools/record\.py": "docs/test_record.py::test_the_recording",
@@ -118,6 +127,13 @@ def test_every_command_is_run_by_a_test():
     for pattern, test in TESTED.items():
         file, _, name = test.partition("::")
         assert matching(pattern) and f"def {name}" in read(f"tests/{file}"), test
+
+
+def test_what_restarts_has_a_store_of_its_own():
+    """Else torch's store outlives a restart, and most restarts fail."""
+    for name in DOCUMENTS:
+        for line in re.findall(r"^.*torchrun .*--max-restarts=[1-9].*$", read(name), re.M):
+            assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in line, (name, line)
 
 
 # ---- Commands
@@ -303,6 +319,40 @@ def test_the_archives_are_unpacked(tmp_path, monkeypatch):
     assert found == {"train/n01/a.JPEG", "val/n01/b.JPEG"}
 
 
+def test_other_layouts_become_class_folders(tmp_path, monkeypatch):
+    """Of two classes with an image each, as --data takes them."""
+    monkeypatch.chdir(tmp_path)
+    layouts = SimpleNamespace(**runpy.run_path(ROOT / "docs/class_folders.py"))
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "JPEG")
+    kaggle, tiny, boxes = "k/ILSVRC/Data/CLS-LOC", "tiny-imagenet-200", "\t0\t0\t7\t7\n"
+    texts = {
+        "k/LOC_val_solution.csv": "ImageId,PredictionString\nv0,n0 1 2 3 4 n0 5 6 7 8\nv1,n1 1 2 3 4",
+        f"{tiny}/val/val_annotations.txt": f"v0.JPEG\tn0{boxes}v1.JPEG\tn1{boxes}",
+        "table.csv": "file,label\nv0.JPEG,n0\nv1.JPEG,n1\n",
+    }
+    images = [f"{kaggle}/train/n0/a.JPEG", f"{kaggle}/train/n1/b.JPEG"]
+    images += [f"{tiny}/train/n0/images/a.JPEG", f"{tiny}/train/n1/images/b.JPEG"]
+    for folder in (f"{kaggle}/val", f"{tiny}/val/images"):
+        images += [f"{folder}/v0.JPEG", f"{folder}/v1.JPEG"]
+    contents = texts | dict.fromkeys(images, image.getvalue())
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content if name in images else content.encode())
+
+    layouts.kaggle("k", "data/kaggle")
+    runpy.run_path(ROOT / "docs/class_folders.py", run_name="__main__")  # Tiny ImageNet
+    rows = [{"image": {"bytes": image.getvalue()}, "label": label} for label in (9, 10)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "val-0.parquet")
+    for part in ("train", "val"):
+        layouts.labels_in_a_csv("table.csv", f"{kaggle}/val", f"data/csv/{part}")
+        layouts.parquet(["val-0.parquet"], f"data/parquet/{part}")
+    for name in ("kaggle", "tiny", "csv", "parquet"):
+        for dataset in image_folders(f"data/{name}", 8):
+            assert [target for _, target in dataset] == [0, 1], name
+            assert dataset.classes == (["0009", "0010"] if name == "parquet" else ["n0", "n1"])
+
+
 @pytest.mark.full
 def test_weights_are_used_elsewhere(clone, trained, tmp_path):
     """With the model and the classes of what was trained here."""
@@ -348,6 +398,10 @@ def test_the_lesson_is_the_whole_difference():
 @pytest.mark.parametrize("name", ENGLISH)
 def test_both_languages_have_the_same_commands_and_code(name):
     english, chinese = read(name), read(name.replace(".md", ".zh-CN.md"))
+    shown = NOT_REPEATED.findall(english)
+    linked = ["dataparallel" if diff == "distributed" else diff for diff in shown]  # one file
+    assert DIFF_LINK.findall(chinese) == linked
+    english = NOT_REPEATED.sub("", english)
     for same in (commands, BLOCK.findall, FENCE.findall, PLACE.findall):
         assert same(english) == same(chinese)
 

@@ -177,7 +177,7 @@ def test_best(tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_early_stopping(ranks, tmp_path):
     """All end after the same epoch, the first that has two before it that were no better."""
-    edits = [("PATIENCE = 3", "PATIENCE = 2"), (EPOCH, f"        seen.append(epoch)\n{EPOCH}")]
+    edits = [("PATIENCE = 5", "PATIENCE = 2"), (EPOCH, f"        seen.append(epoch)\n{EPOCH}")]
     script = make(tmp_path / "here", "early_stopping", edits=edits, epochs=30)
     _, seen, said, _ = ended(script, ranks)
     assert len(said) == said.index(max(said)) + 3 < 30

@@ -1,7 +1,7 @@
 """Draws the figures of the README and of docs/ as SVG, in English and in Chinese: who holds what,
 and what travels; and the terminal that tools/record.py has recorded.
 
-$ python docs/figures.py
+$ python tools/figures.py
 """
 
 import json
@@ -10,6 +10,8 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from chinese import CHINESE, PATTERNS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 # Okabe and Ito's colours, which the colour-blind tell apart; nothing is said by colour alone.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -37,7 +39,7 @@ class Figure:
             if match := re.fullmatch(pattern, text):
                 return match.expand(chinese) if chinese else words
         if re.search("[a-z]{2}", text):
-            raise KeyError(f"docs/chinese.py lacks: {text}")
+            raise KeyError(f"tools/chinese.py lacks: {text}")
         return words
 
     def box(self, x, y, w, h, fill=PAPER, line=GREY, dash=False, thick=1.5):
@@ -495,7 +497,7 @@ def recording(parts):
 
 def draw():
     """{file name: SVG} of all figures."""
-    recorded = Path(__file__).parent.parent / "results/recording.json"
+    recorded = DOCS.parent / "results/recording.json"
     drawn = {"recording.svg": recording(json.loads(recorded.read_text()))}
     try:
         for Figure.chinese, ending in ((False, ".svg"), (True, ".zh-CN.svg")):
@@ -507,4 +509,4 @@ def draw():
 
 if __name__ == "__main__":
     for name, svg in draw().items():
-        (Path(__file__).parent / name).write_text(svg)
+        (DOCS / name).write_text(svg)
