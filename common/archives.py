@@ -1,4 +1,4 @@
-"""Images in tar archives, read where they lie."""
+"""Images in tar archives, read where they lie: in place of common/images.py, by one import line."""
 
 import contextlib
 import functools
@@ -15,9 +15,62 @@ from torchvision.datasets import imagenet
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
+from .images import ImageFolder, Names, RandomCrop, centre_crop, in_order, with_same_classes
+from .images import image_folders as folders_alone
+
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-FORMAT = 2  # of the index
+FORMAT = 3  # of the index
+
+
+def image_folders(data, image_size, evaluate=False):
+    """common.images.image_folders(), where each of train/ and val/ may be archives instead.
+
+    They are train.tar, or train-000000.tar, train-000001.tar, ..., or ILSVRC2012's own.
+    """
+    archives = {}
+    for part in ("train", "val") if data else ():
+        if not os.path.isdir(f"{data}/{part}") and (found := find_archives(data, part)):
+            archives[part] = found
+    if not archives:
+        return folders_alone(data, image_size, evaluate)
+
+    def images(part, transform):
+        if part in archives:
+            return ImageArchive(archives[part], part, transform)
+        return ImageFolder(f"{data}/{part}", transform)
+
+    middle = functools.partial(centre_crop, size=image_size)
+    if evaluate and "train" not in archives and not os.path.isdir(f"{data}/train"):
+        val_set = images("val", middle)
+        return val_set, val_set
+    sets = images("train", RandomCrop(image_size)), images("val", middle)
+    return with_same_classes(*sets, data)
+
+
+class ImageArchive(ImageFolder):
+    """The images in tar archives, as an ImageFolder has those of the unpacked archives.
+
+    archives: their paths; part: train or val. Raises ValueError as load_index() does and, with
+    archive and member, for what cannot be decoded.
+    """
+
+    def __init__(self, archives, part, transform):
+        self.archives, self.transform = archives, transform
+        index = load_index(archives, part)
+        self.classes = [os.fsdecode(name) for name in index["classes"]]
+        self.paths = Names(index["names"].tobytes().split(b"\0"))
+        self.targets, self.places = index["targets"], index["places"]
+        self.may_lack_classes = bool(index["numbered"])  # a number without an image is not seen
+        self.skipped = str(index["skipped"])
+
+    def path(self, index):
+        archive = self.archives[self.places[index, 0]]
+        return f"{archive}:{os.fsdecode(self.paths[index])}"
+
+    def read(self, index):
+        archive, offset, size = self.places[index].tolist()
+        return read_member(self.archives[archive], offset, size)
 
 
 def find_archives(data, part):
@@ -42,9 +95,10 @@ def load_index(paths, part):
     """Where the images in some archives are, in the order that image folders have: a dict.
 
     Members are CLASS/NAME.jpg, or KEY.jpg beside a KEY.cls with the number of the class, or they
-    are archives CLASS.tar. `classes`: names; `numbered`: whether they are those in KEY.cls. For
-    each of n images, as arrays: `names` [n], the bytes CLASS/NAME, `targets` [n] and `places`
-    [n, 3]: archive (an index of `paths`), offset and size in bytes, for read_member().
+    are archives CLASS.tar. `classes`: names; `numbered`: whether they are those in KEY.cls;
+    `skipped`: in words, what else there is. For each of n images, as arrays: `names`, all bytes of
+    CLASS/NAME with zeros between, `targets` [n] and `places` [n, 3]: archive (an index of `paths`),
+    offset and size in bytes, for read_member().
 
     It is made once and kept in a cache folder below TORCH_HOME. Of several processes that need it,
     one makes it and the others wait. Raises ValueError for archives that are incomplete or have no
@@ -88,15 +142,16 @@ def make_index(paths, part):
 
     Sorted as image folders are: the files of a folder by name, then its folders.
     """
-    images, classes, kinds = [], set(), set()
+    images, classes, kinds, others = [], set(), set(), []
     for number, path in enumerate(paths):
-        members, texts = _scan(path)
+        members, texts, endings = _scan(path)
+        others += endings
         files = [name for name in members if not name.endswith("/")]
         labels = _numbers(path, files, texts)
         if files:
             kinds.add(bool(labels))  # whether the classes are those in KEY.cls
         if os.path.basename(path) == ILSVRC.format("val"):
-            labels = _devkit_labels(path, files)
+            labels = _devkit_labels(path, {*files})
         tops = {name.partition("/")[0] for name in members}
         start = len(part) + 1 if tops == {part} else 0  # tar -cf train.tar train
         for name in labels or members:
@@ -113,38 +168,50 @@ def make_index(paths, part):
             f"(tar -cf {part}.tar -C {part} .), or put a KEY.cls beside each KEY.jpg"
         )
     numbered = kinds == {True}
-    classes = sorted(classes, key=int if numbered else None)
+    classes = in_order(classes)
     target = {name: i for i, name in enumerate(classes)}
     images.sort(key=lambda image: (target[image[0][0]], *image))
     names = ["/".join([*folders, file]) for folders, file, _ in images]
+    skipped = f"{len(others)} files in {paths[0]} ({' '.join(sorted({*others})[:9])})"
     return {
+        "skipped": np.array(skipped if others else ""),
         "classes": np.array([os.fsencode(name) for name in classes]),
         "numbered": np.array(numbered),
-        "names": np.array([os.fsencode(name) for name in names]),
+        "names": np.frombuffer(os.fsencode("\0".join(names)), np.uint8),
         "targets": np.array([target[folders[0]] for folders, *_ in images]),
         "places": np.array([place for *_, place in images]),
     }
 
 
 def _scan(path):
-    """({name: (offset, size)} of its images and folders, {KEY: text in KEY.cls}) of an archive."""
+    """What is in an archive: ({name: (offset, size)} of images and folders, texts, endings).
+
+    texts: {KEY: text in KEY.cls}; endings: of all other files, but for the metadata of datasets.
+    """
     print(f"indexing {path}, once", flush=True)
-    members, texts = {}, {}
-    bar = tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, disable=None)
+    members, texts, endings = {}, {}, []
+    size = os.path.getsize(path)
+    bar = tqdm(total=size, unit="B", unit_scale=True, disable=None)
     with open(path, "rb") as file, bar:
-        for name, offset, size in _members(file, path):
+        for name, offset, length in _members(file, path, size):
             bar.update(offset - bar.n)
             key, kind = os.path.splitext(name)
             if kind.lower() == ".cls":
-                text = os.pread(file.fileno(), min(size, 50), offset)
+                text = os.pread(file.fileno(), min(length, 50), offset)
                 texts[key] = text.decode(errors="replace").strip()
+            elif name.endswith("/"):
+                members[name] = offset, length
+            elif kind.lower() not in IMG_EXTENSIONS:
+                endings += [kind.lower()] * (kind.lower() not in (".json", ".txt"))
+            elif name in members:
+                raise ValueError(f"{path} has {name!r} twice: which one counts?")
             else:
-                members[name] = offset, size
-    return members, texts
+                members[name] = offset, length
+    return members, texts, endings
 
 
-def _members(file, path, folder="", base=0):
-    """Yield (name, offset, size) of all images, KEY.cls and folders in a tar file.
+def _members(file, path, size, folder="", base=0):
+    """Yield (name, offset, size) of all files and folders in a tar file of so many bytes.
 
     It begins at byte `base` of the file on disk, which the offsets count from. Archives in it are
     folders: of a file x in C.tar the name is C/x. Names of folders end in a slash. What begins
@@ -155,21 +222,25 @@ def _members(file, path, folder="", base=0):
             while member := archive.next():
                 archive.members.clear()  # else it keeps them all
                 name = os.path.join(folder, os.path.normpath(member.name).lstrip("/"))
-                offset = base + member.offset_data
                 stem, kind = os.path.splitext(name)
-                kind = kind.lower()
+                offset = base + member.offset_data
+                if member.issparse():
+                    raise ValueError(f"{path}: {name!r} is sparse: pack without --sparse")
+                if not 0 <= member.size <= size - member.offset_data:  # tarfile would believe it
+                    raise ValueError(f"{path} is damaged or incomplete: {name!r} is beyond its end")
                 if "/." in f"/{name}":
                     continue
                 if member.isdir():
                     yield f"{name}/", offset, 0
-                elif kind == ".tar" and member.isreg():
+                elif not member.isreg():
+                    if kind.lower() in (".cls", ".tar", *IMG_EXTENSIONS):
+                        remedy = "pack with tar --dereference --hard-dereference"
+                        raise ValueError(f"{path}: {name!r} is not a regular file: {remedy}")
+                elif kind.lower() == ".tar":
                     yield f"{stem}/", offset, 0
                     inner = archive.extractfile(member)
-                    yield from _members(inner, f"{path}:{name}", stem, offset)
-                elif kind in (".cls", *IMG_EXTENSIONS):
-                    if not member.isreg():
-                        remedy = "pack with tar --dereference --hard-dereference"
-                        raise ValueError(f"{path}: {name} is not a regular file: {remedy}")
+                    yield from _members(inner, f"{path}:{name}", member.size, stem, offset)
+                else:
                     yield name, offset, member.size
             _check_end(file, archive.offset, path)
     except tarfile.TarError as error:
@@ -179,8 +250,11 @@ def _members(file, path, folder="", base=0):
 def _check_end(file, end, path):
     """tarfile takes damage for the end. The real end is zeros alone; a half copy has none."""
     file.seek(end)
-    rest = file.read(1 << 20)
-    if len(rest) < 512 or any(rest):
+    rest = file.read(512)
+    good = len(rest) == 512
+    while good and rest:
+        good, rest = not rest.strip(b"\0"), file.read(1 << 20)
+    if not good:
         reason = f"incomplete, or several archives in one, or damaged, at byte {end}"
         raise ValueError(f"{path} is {reason}: copy it again, or join with tar --concatenate")
 
@@ -198,15 +272,28 @@ def _numbers(path, images, texts):
 
 
 def _devkit_labels(path, images):
-    """{name: WordNet id} of ILSVRC2012's images to validate, of the devkit beside their archive."""
-    devkit = os.path.join(os.path.dirname(path), DEVKIT)
+    """{name: WordNet id} of ILSVRC2012's images to validate, of the devkit beside their archive.
+
+    By the number in ILSVRC2012_val_00000001.JPEG. Raises ValueError unless each is there once.
+    """
+    root = os.path.dirname(path)
+    devkit = os.path.join(root, DEVKIT)
     if not os.path.exists(devkit):
         raise ValueError(f"no {devkit}: it has the classes of the images in {path}")
-    try:
-        with tempfile.TemporaryDirectory() as folder:  # torchvision writes beside the devkit
+    with tempfile.TemporaryDirectory() as folder:  # torchvision writes beside the devkit
+        try:
             os.symlink(os.path.abspath(devkit), os.path.join(folder, DEVKIT))
             imagenet.parse_devkit_archive(folder)
             _, labels = imagenet.load_meta_file(folder)
-        return dict(zip(sorted(images), labels, strict=True))
-    except Exception as error:  # of many types; or there is no scipy
-        raise ValueError(f"cannot read {devkit}: {error}") from None
+        except Exception as error:  # of many types; or there is no scipy
+            reason = str(error).replace(folder, root)
+            raise ValueError(f"cannot read {devkit}: {reason}") from None
+    label_of = {f"ILSVRC2012_val_{i:08d}.JPEG": label for i, label in enumerate(labels, 1)}
+    for wrong, names in (
+        ("lacks", label_of.keys() - images),
+        ("has also", images - label_of.keys()),
+    ):
+        if names:
+            some = " ".join(map(repr, sorted(names)[:5]))
+            raise ValueError(f"{path} {wrong} {len(names)} images of {len(labels)}, such as {some}")
+    return label_of

@@ -1,48 +1,54 @@
-"""From the bytes of an image file to pixels: nvImageCodec, TorchCodec or PIL, what there is."""
+"""From the bytes of an image file to pixels: nvImageCodec, where it is installed, or PIL."""
 
 import contextlib
 import functools
+import glob
+import importlib.util
 import io
 import os
+import tempfile
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 
-@contextlib.contextmanager
-def _silent():
-    """Without what native code writes to stderr: nvImageCodec misses libraries for GPUs."""
-    with open(os.devnull, "w") as silent, open(os.dup(2), "w") as stderr:
-        os.dup2(silent.fileno(), 2)
+def _import_nvimgcodec():
+    """nvImageCodec with libjpeg-turbo alone; None where it is missing.
+
+    Its other decoders look for libraries of GPUs, or read damaged files that PIL refuses. It takes
+    all that lie in a folder: so here is one, for the time of the import, with a link to that one.
+    """
+    with contextlib.suppress(ImportError, OSError), tempfile.TemporaryDirectory() as folder:
+        spec = importlib.util.find_spec("nvidia.nvimgcodec")
+        if not spec:
+            return None
+        for path in glob.glob(f"{spec.submodule_search_locations[0]}/extensions/libjpeg_turbo*"):
+            os.symlink(path, f"{folder}/{os.path.basename(path)}")
+        os.environ["NVIMGCODEC_EXTENSIONS_PATH"] = folder
         try:
-            yield
+            import nvidia.nvimgcodec as nvimgcodec
         finally:
-            os.dup2(stderr.fileno(), 2)
+            del os.environ["NVIMGCODEC_EXTENSIONS_PATH"]
+        return nvimgcodec
+    return None
 
 
-DECODERS = ["PIL"]
-with contextlib.suppress(ImportError, OSError, RuntimeError):  # missing, or built for another torch
-    from torchcodec.decoders import decode_image
-
-    DECODERS.insert(0, "TorchCodec")
-with contextlib.suppress(ImportError, OSError), _silent():
-    import nvidia.nvimgcodec as nvimgcodec
-
-    DECODERS.insert(0, "nvImageCodec")
+nvimgcodec = _import_nvimgcodec()
+DECODER = "nvImageCodec" if nvimgcodec else "PIL"  # for JPEGs; PIL reads the others
 
 
 def decode(data, choose=None):
-    """The image in a file's bytes as uint8 RGB [3, height, width], turned as its EXIF tag says.
+    """The image in a file's bytes as uint8 RGB [3, height, width], turned as its Exif tag says.
 
     choose(height, width): gives (top, left, height, width) of the part that is wanted; without it
     that is the whole image. Of a JPEG nvImageCodec decodes that part alone, which takes less time;
-    other files are decoded whole. All decoders give the same pixels. Transparency is dropped, of a
+    other files are decoded whole. Both decoders give the same pixels. Transparency is dropped, of a
     PNG's 16 bits the upper 8 are kept, and of an animation the first frame. Raises an error of one
     of many types for what cannot be read.
     """
     choose = choose and functools.cache(choose)  # asked again, it would draw another part
-    image = _decode_jpeg(data, choose) if "nvImageCodec" in DECODERS else None
+    image = _decode_jpeg(data, choose) if nvimgcodec else None
     if image is None:
         image = _decode_whole(data)
         if choose:
@@ -52,27 +58,18 @@ def decode(data, choose=None):
 
 
 def _decode_jpeg(data, choose):
-    """decode() by nvImageCodec; None where other decoders may do better, or say what is wrong."""
+    """decode() by nvImageCodec; None where PIL may do better, or say what is wrong."""
     if data[:3] != b"\xff\xd8\xff" or data[-2:] != b"\xff\xd9":  # its end may be missing
+        return None
+    if b"Exif" in data or b"http://ns.adobe.com/xap" in data:  # it may have to be turned
         return None
     try:
         stream = nvimgcodec.CodeStream(data)
-        size = stream.height, stream.width
-        place = 2  # of a segment: its marker, its length in two bytes, what it holds
-        while data[place : place + 2] != b"\xff\xda":  # the pixels
-            end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-            if data[place] != 0xFF or end == place + 2:
-                return None
-            if data[place + 1] == 0xE1 and data[place + 4 : place + 9] == b"Exif\0":
-                exif = Image.Exif()
-                exif.load(data[place + 4 : end])
-                if exif.get(0x0112) in (5, 6, 7, 8):  # turned by a quarter
-                    size = stream.width, stream.height
-            place = end
     except Exception:  # of many types, where the file is damaged
         return None
     if stream.num_channels not in (1, 3) or stream.precision not in (0, 8):
         return None
+    size = stream.height, stream.width
     top, left, height, width = choose(*size) if choose else (0, 0, *size)
     region = nvimgcodec.Region(top, left, top + height, left + width)
     image = _decoder(os.getpid()).decode(stream.get_sub_code_stream(region=region))
@@ -90,11 +87,6 @@ def _decoder(pid):
 
 
 def _decode_whole(data):
-    if "TorchCodec" in DECODERS:
-        with contextlib.suppress(RuntimeError, ValueError):  # PIL is slower, but knows more formats
-            image = decode_image(data, mode="RGB", output_dtype="auto")
-            image = image if image.ndim == 3 else image[0]
-            return image if image.dtype == torch.uint8 else (image.int() >> 8).to(torch.uint8)
     try:
         file = Image.open(io.BytesIO(data))
     except UnidentifiedImageError:
@@ -105,4 +97,6 @@ def _decode_whole(data):
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
         elif image.mode.startswith(("I", "F")):
             raise ValueError(f"what is white in its {image.mode} pixels is not known: convert it")
+        elif image.mode == "P" and "transparency" in image.info:
+            image = image.convert("RGBA")  # PIL warns of a direct way to RGB
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)

@@ -1,85 +1,94 @@
-"""Images from folders or archives as uint8 tensors, cropped to one size."""
+"""Images from folders as uint8 tensors, cropped to one size."""
 
 import functools
 import math
 import os
+import shutil
+import tempfile
 
 import numpy as np
 import torch
-from filelock import FileLock
 from PIL import Image
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as F
 
-from .archives import find_archives, load_index, read_member
-from .decode import decode
+from .decode import DECODER, decode
 
 
 def image_folders(data, image_size, evaluate=False):
     """(train_set, val_set) of `data`/train and `data`/val; of the built-in digits if it is None.
 
-    Each is a folder or, where there is none, an archive or several. Both have the classes of the
-    training images, in their order. Raises ValueError where they are not what training needs.
+    Both have the classes of the training images, in their order. With `evaluate` a missing train/
+    is no error: both are then the images of val/. Raises ValueError where they are not what
+    training needs.
     """
     augment = RandomCrop(image_size)
     if data is None:
         data = digits_folder()
         augment = RandomCrop(image_size, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
     middle = functools.partial(centre_crop, size=image_size)
-    train_set, val_set = _images(data, "train", augment), _images(data, "val", middle)
+    if evaluate and not os.path.isdir(f"{data}/train"):
+        val_set = ImageFolder(f"{data}/val", middle)
+        return val_set, val_set
+    sets = ImageFolder(f"{data}/train", augment), ImageFolder(f"{data}/val", middle)
+    return with_same_classes(*sets, data)
+
+
+def with_same_classes(train_set, val_set, data):
+    """(train_set, val_set), the targets of val_set numbered as those of train_set.
+
+    Raises ValueError where their classes differ, or one has no images in train/.
+    """
     classes = train_set.classes
     if len(classes) == 1:
-        raise ValueError(f"one class in {data}/train, {classes[0]}: one folder level too many?")
-    unmatched = {*classes} ^ {*val_set.classes}
-    if val_set.may_lack_classes:
-        unmatched -= {*classes}
-    if unmatched:
-        names = " ".join(sorted(unmatched)[:9])
-        raise ValueError(f"{data}: classes in only one of train/ and val/: {names}")
+        raise ValueError(f"one class in {data}/train, {classes[0]!r}: one folder level too many?")
+    for part, one, other in (("train", train_set, val_set), ("val", val_set, train_set)):
+        alone = sorted({*one.classes} - {*other.classes})
+        if alone and not (part == "train" and val_set.may_lack_classes):
+            names = ", ".join(map(repr, alone[:9]))  # as they are, or two might look alike
+            raise ValueError(f"{data}: classes in {part}/ alone: {names}")
     counts = np.bincount(train_set.targets, minlength=len(classes))
     if not counts.all():
         raise ValueError(f"no images in {data}/train/{classes[counts.argmin()]}")
-    # Folders are sorted by name, 10 before 2, and the numbers in an archive's KEY.cls as numbers.
     place = {name: target for target, name in enumerate(classes)}
     val_set.targets = np.array([place[name] for name in val_set.classes])[val_set.targets]
     val_set.classes = classes
     return train_set, val_set
 
 
-def _images(data, part, transform):
-    root = f"{data}/{part}"
-    archives = [] if os.path.isdir(root) else find_archives(data, part)
-    return ImageArchive(archives, part, transform) if archives else ImageFolder(root, transform)
-
-
 class ImageFolder(Dataset):
     """The images below `root`, which holds a folder per class.
 
     An item is (transform(image), target): image uint8 [3, height, width], target the index of its
-    class in `classes`. If the transform is a RandomCrop, no more than the crop is decoded where the
-    decoder can. What begins with a dot does not count. Raises ValueError where there are no images
+    class in `classes`: sorted by name, or as numbers where all are. If the transform is a
+    RandomCrop, no more than the crop is decoded where the decoder can. What begins with a dot does
+    not count. `skipped` says which files are no images. Raises ValueError where there are no images
     and, with the path, for what cannot be decoded; OSError for a folder that cannot be read.
     """
 
     may_lack_classes = False
+    decoder = DECODER
 
     def __init__(self, root, transform):
         self.root, self.transform = root, transform
         if not os.path.isdir(root):
-            needs = "--data needs train/ and val/ in it, or train.tar and val.tar, not compressed"
+            needs = "--data needs train/ and val/ in it; for archives see recipes/archives.diff"
             raise ValueError(f"no folder {root}: {needs}")
         folders = [entry.name for entry in os.scandir(root) if entry.is_dir()]
-        self.classes = sorted(name for name in folders if not name.startswith("."))
+        self.classes = in_order(name for name in folders if not name.startswith("."))
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
-        files = [_image_files(root, name) for name in self.classes]
+        found = [_files(root, name) for name in self.classes]
+        files = [[x for x in part if x.lower().endswith(IMG_EXTENSIONS)] for part in found]
         if not any(files):
             raise ValueError(f"no images ({' '.join(IMG_EXTENSIONS)}) in the folders of {root}")
-        # As arrays: a million small objects would be copied into every worker, as their reference
-        # counts are written to.
-        self.paths = np.array([os.fsencode(file) for part in files for file in part])
+        endings = {os.path.splitext(x)[1].lower() for part in found for x in part}
+        endings = " ".join(sorted(endings - {*IMG_EXTENSIONS})[:9])
+        count = sum(map(len, found)) - sum(map(len, files))
+        self.skipped = f"{count} files in {root} ({endings.strip()})" if count else ""
+        self.paths = Names(os.fsencode(file) for part in files for file in part)
         self.targets = np.repeat(np.arange(len(files)), [len(part) for part in files])
 
     def __len__(self):
@@ -97,46 +106,52 @@ class ImageFolder(Dataset):
         try:
             image = decode(self.read(index), crop and crop.choose_part)
         except Exception as error:
-            raise ValueError(f"cannot read image {self.path(index)}: {error}") from None
+            raise ValueError(f"cannot read image {self.path(index)!r}: {error}") from None
         image = crop.resize(image) if crop else self.transform(image)
         return image, int(self.targets[index])
 
 
-class ImageArchive(ImageFolder):
-    """The images in tar archives, as an ImageFolder has those of the unpacked archives.
-
-    archives: their paths; part: train or val. Raises ValueError as load_index() does and, with
-    archive and member, for what cannot be decoded.
+class Names:
+    """A list of bytes that workers share: as two arrays, for a million small objects would be
+    copied into every worker, as their reference counts are written to.
     """
 
-    def __init__(self, archives, part, transform):
-        self.archives, self.transform = archives, transform
-        index = load_index(archives, part)
-        self.classes = [os.fsdecode(name) for name in index["classes"]]
-        self.paths, self.targets, self.places = index["names"], index["targets"], index["places"]
-        self.may_lack_classes = bool(index["numbered"])  # a number without an image is not seen
+    def __init__(self, names):
+        names = list(names)
+        self.bytes = np.frombuffer(b"".join(names), np.uint8)
+        self.ends = np.cumsum([len(name) for name in names], dtype=np.int64)
 
-    def path(self, index):
-        archive = self.archives[self.places[index, 0]]
-        return f"{archive}:{os.fsdecode(self.paths[index])}"
+    def __len__(self):
+        return len(self.ends)
 
-    def read(self, index):
-        archive, offset, size = self.places[index].tolist()
-        return read_member(self.archives[archive], offset, size)
+    def __getitem__(self, index):
+        start = self.ends[index - 1] if index else 0
+        return self.bytes[start : self.ends[index]].tobytes()
+
+    def __iter__(self):
+        data, start = self.bytes.tobytes(), 0
+        for end in self.ends.tolist():
+            yield data[start:end]
+            start = end
 
 
-def _image_files(root, folder):
-    """The paths of all images below root/folder, relative to root: of each folder its files first.
+def in_order(names):
+    """Names of classes, sorted: as numbers where all are, so that 10 comes after 9."""
+    names = sorted(names)
+    return sorted(names, key=int) if all(x.isascii() and x.isdecimal() for x in names) else names
+
+
+def _files(root, folder):
+    """The paths of all files below root/folder, relative to root: of each folder its files first.
 
     Links are followed; OSError where they lead round in a circle.
     """
     entries = [entry for entry in os.scandir(os.path.join(root, folder)) if entry.name[0] != "."]
     entries.sort(key=lambda entry: entry.name)
-    names = [entry.name for entry in entries if not entry.is_dir()]
-    files = [f"{folder}/{name}" for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+    files = [f"{folder}/{entry.name}" for entry in entries if not entry.is_dir()]
     for entry in entries:
         if entry.is_dir():
-            files += _image_files(root, f"{folder}/{entry.name}")
+            files += _files(root, f"{folder}/{entry.name}")
     return files
 
 
@@ -188,24 +203,27 @@ def centre_crop(image, size):
 def digits_folder(parent="data"):
     """1797 handwritten digits of scikit-learn as 64 x 64 PNGs in train/ and val/; returns the path.
 
-    Written at first use, whole or not at all, by one of the processes that ask at the same time.
+    Written at first use, whole or not at all; of processes that ask together, one is the first.
     Raises ValueError where scikit-learn is missing.
     """
     root = os.path.join(parent, "digits")
+    if os.path.isdir(root):
+        return root
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("no --data: the digits need pip install scikit-learn") from None
     os.makedirs(parent, exist_ok=True)
-    with FileLock(os.path.join(parent, ".lock")):
-        if os.path.isdir(root):
-            return root
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError:
-            raise ValueError("no --data: the digits need pip install scikit-learn") from None
-        partial = root + ".partial"
-        for i, (pixels, target) in enumerate(zip(*load_digits(return_X_y=True), strict=True)):
-            folder = os.path.join(partial, "train" if i % 5 else "val", str(target))
-            os.makedirs(folder, exist_ok=True)
-            image = Image.fromarray((pixels.reshape(8, 8) * 15.9375).astype(np.uint8))
-            image = image.resize((64, 64), Image.Resampling.BICUBIC)
-            image.save(os.path.join(folder, f"{i:04d}.png"))
+    partial = tempfile.mkdtemp(prefix="digits.", dir=parent)  # of this process alone
+    os.chmod(partial, 0o755)  # mkdtemp lets nobody else read
+    for i, (pixels, target) in enumerate(zip(*load_digits(return_X_y=True), strict=True)):
+        folder = os.path.join(partial, "train" if i % 5 else "val", str(target))
+        os.makedirs(folder, exist_ok=True)
+        image = Image.fromarray((pixels.reshape(8, 8) * 15.9375).astype(np.uint8))
+        image = image.resize((64, 64), Image.Resampling.BICUBIC)
+        image.save(os.path.join(folder, f"{i:04d}.png"))
+    try:
         os.rename(partial, root)
+    except OSError:  # another process was faster: it is there
+        shutil.rmtree(partial)
     return root

@@ -19,9 +19,10 @@ def build_model(args, num_classes, device, example=None):
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
     with num_classes=. With args.pretrained it starts from torchvision's weights. example: a batch
-    of one of what the model takes, on any device, with which the model is tried. Raises ValueError
-    for a model that cannot be found or built, for weights that cannot be loaded, and for a model
-    that does not make one row of class scores, [1, num_classes], of the example.
+    of one or two of what the model takes, on any device, with which the model is tried: two, if the
+    batches of training have more than one. Raises ValueError for a model that cannot be found or
+    built, for weights that cannot be loaded, and for a model that does not make a row of class
+    scores, [n, num_classes], of each item of the example.
     """
     arch, own = args.arch, ":" in args.arch
     names = models.list_models(module=models)
@@ -30,6 +31,10 @@ def build_model(args, num_classes, device, example=None):
         raise ValueError(f"unknown --arch {arch}: give {choice}")
     if own and args.pretrained:
         raise ValueError(f"--pretrained is for torchvision's models: let {arch} load its weights")
+    if args.pretrained and args.evaluate and not args.resume and num_classes != 1000:
+        raise ValueError(
+            f"--evaluate --pretrained: the weights know 1000 classes, not {num_classes}"
+        )
     options = {"num_classes": num_classes}
     if arch in ("googlenet", "inception_v3"):  # one head: more make its output a tuple
         options |= {"aux_logits": False, "init_weights": True, "transform_input": True}
@@ -57,11 +62,14 @@ def build_model(args, num_classes, device, example=None):
 
 @torch.no_grad()
 def _try(net, example, num_classes, args):
-    with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
-        output = net.eval()(example)
-    if getattr(output, "shape", ())[1:] != (num_classes,):
-        got = tuple(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
-        raise ValueError(f"{args.arch} gives {got} for one image, not scores [1, {num_classes}]")
+    """In both modes: BatchNorm trains on no single value. Its statistics stay as they are."""
+    for mode in (True, False):
+        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
+            output = torch.func.functional_call(net.train(mode), buffers, (example,))
+        if not torch.is_tensor(output) or output.shape[1:] != (num_classes,):
+            got = list(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
+            raise ValueError(f"{args.arch} gives {got}, not scores [n, {num_classes}]")
 
 
 @contextlib.contextmanager

@@ -14,8 +14,10 @@ RANDOM = "kaiming_uniform_ kaiming_normal_ xavier_uniform_ trunc_normal_ normal_
 
 
 def train_a_step(arch, image_size):
-    args = SimpleNamespace(arch=arch, image_size=image_size, pretrained=False)
-    example = torch.zeros(1, 3, image_size, image_size)
+    args = SimpleNamespace(
+        arch=arch, image_size=image_size, pretrained=False, evaluate=False, resume=None
+    )
+    example = torch.zeros(2, 3, image_size, image_size)
     net = build_model(args, 7, torch.device("cpu"), example)
     output = net(torch.randn(2, 3, image_size, image_size))
     assert output.shape == (2, 7)

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import imagenet
 
 from common import archives as module
-from common.images import image_folders
+from common.archives import image_folders
+from common.images import image_folders as plain
 from tests.unit.child import forked
 
 PARTS = ("train", "val")
@@ -46,7 +47,11 @@ def folders(tmp_path_factory):
             wnid = WNIDS[number // count]
             (root / part / wnid).mkdir(parents=True, exist_ok=True)
             # The order of ImageNet's validation images has nothing to do with their classes.
-            name = f"{wnid}_{number}" if part == "train" else f"val_{number * 37 % 51:08d}"
+            name = (
+                f"{wnid}_{number}"
+                if part == "train"
+                else f"ILSVRC2012_val_{number * 37 % 50 + 1:08d}"
+            )
             image = Image.fromarray(noise.integers(0, 256, (16, 20, 3), dtype=np.uint8))
             image.save(root / part / wnid / f"{name}.JPEG")
     folder = root / "train/n00000003"
@@ -151,11 +156,11 @@ def test_archives_are_the_folders(make, folders, data):
     """
     make(folders, data)
     before = sorted(os.listdir(data))
-    pairs = zip(image_folders(str(data), 24), image_folders(str(folders), 24), strict=True)
+    pairs = zip(image_folders(str(data), 24), plain(str(folders), 24), strict=True)
     for archive, folder in pairs:
         assert archive.classes == folder.classes and len(archive) == len(folder) >= 50
         assert archive.targets.tolist() == folder.targets.tolist()
-        assert archive.paths.tolist() == folder.paths.tolist()
+        assert [*archive.paths] == [*folder.paths]
         assert re.fullmatch(rf"{data}/.*\.tar:{os.fsdecode(folder.paths[40])}", archive.path(40))
         assert drawn(archive) == drawn(folder)
         assert {image.shape for image, _ in archive} == {(3, 24, 24)}
@@ -166,12 +171,12 @@ def test_archives_are_the_folders(make, folders, data):
 
 @pytest.mark.parametrize("numbers", ["train", "val", "train and val"])
 def test_web_datasets_have_the_classes_that_folders_have(folders, data, numbers):
-    """KEY.cls has the order 0 1 2 ... 10 11, folders have 0 1 10 11 2 ...: names decide."""
+    """Both have the order of numbers: 0 1 2 ... 10 11."""
     files = images(folders, "val") | {f"n0000001{i}/x": b"no image" for i in range(2)}
     for part in PARTS:
         named = {f"{int(name[1:9])}/{i}.jpg": files[name] for i, name in enumerate(files)}
         pack(data / f"{part}.tar", numbered(files) if part in numbers else named)
-    order = sorted(map(str, range(12)), key=int if "train" in numbers else None)
+    order = [str(i) for i in range(12)]
     for dataset in image_folders(str(data), 24):
         assert dataset.classes == order and len(dataset) == len(files)
         for index, name in enumerate(dataset.paths):
@@ -248,14 +253,62 @@ def as_imagenets(root, *of_the_devkit):
         write_devkit(root, of_the_devkit)
 
 
+def lack(root, number):
+    """Let val.tar be ImageNet's, without one image."""
+    files = {f"ILSVRC2012_val_{i:08d}.JPEG": b"" for i in range(1, 51) if i != number}
+    pack(root / "ILSVRC2012_img_val.tar", files)
+    (root / "val.tar").unlink()
+    write_devkit(root, [WNIDS[0]] * 50)
+
+
+def resize(path, size):
+    """Let the header of the first image say another size, as GNU tar writes large numbers."""
+    with tarfile.open(path) as archive:
+        member = next(member for member in archive if member.isreg() and "JPEG" in member.name)
+    data = bytearray(path.read_bytes())
+    header = memoryview(data)[member.offset : member.offset + 512]
+    header[124:136] = (size % 2**96).to_bytes(12, "big")
+    header[124] |= 0x80
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(data)
+
+
+def pack_twice(path):
+    with tarfile.open(path, "w") as archive:
+        for content in (b"one", b"other"):
+            member = tarfile.TarInfo("n1/a.jpg")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def zeros_inside(path):
+    """More than tar ever pads with; then it goes on."""
+    data = path.read_bytes()
+    path.write_bytes(data + bytes(1 << 21) + data)
+
+
+def pack_sparsely(root):
+    (root / "n1").mkdir()
+    with open(root / "n1/a.jpg", "wb") as file:
+        file.truncate(1 << 20)
+    tar("-cf", root / "train.tar", "--sparse", "-C", root, "n1")
+
+
 NO_TAR = "is damaged, compressed, or no tar archive: "
 ERRORS = [
-    (lambda r: cut(r / "train.tar", 60, 612), f"/train.tar {NO_TAR}unexpected end of data$"),
+    (
+        lambda r: cut(r / "train.tar", 60, 612),
+        "/train.tar is damaged or inc.*: 'n.*' is beyond its",
+    ),
     (lambda r: cut(r / "train.tar", 60, 0), r"/train.tar is incomplete, .* at byte \d+: "),
     (lambda r: flip_a_header(r / "val.tar"), r"/val.tar is incomplete, .* damaged, at byte \d+: "),
     (lambda r: compress(r / "train.tar"), f"/train.tar {NO_TAR}"),
-    (lambda r: (r / "val.tar").rename(r / "val.tar.zst"), "no folder .*/val: .*, not compressed$"),
-    (pack_a_link, "/train.tar: n1/a.jpg is not a regular file: pack with tar --dereference"),
+    (
+        lambda r: (r / "val.tar").rename(r / "val.tar.zst"),
+        "no folder .*/val: --data needs",
+    ),
+    (pack_a_link, "/train.tar: 'n1/a.jpg' is not a regular file: pack with tar --dereference"),
     (lambda r: pack(r / "train-0.tar", {}), " both train.tar and train-0.tar: move one of them"),
     (lambda r: shards(r, "00", "02"), ": number train-00.tar train-02.tar from 0"),
     (lambda r: label(r, a=None), "/train.tar has no images in classes: .*tar -cf train.tar -C tr"),
@@ -263,7 +316,17 @@ ERRORS = [
     (lambda r: label(r, a="0", b="x"), "/train.tar: b.cls is 'x': it must have the number of a"),
     (mix, "/train-0.tar and those that follow: only some have a KEY.cls for KEY.jpg"),
     (as_imagenets, f"^no /.*/{DEVKIT}.tar.gz: it has the classes of the images in /.*_val.tar$"),
-    (lambda r: as_imagenets(r, "n00000000"), "^cannot read /.*t12.tar.gz: .* is shorter than "),
+    (lambda r: as_imagenets(r, "n00000000"), "_val.tar lacks 1 images of 1, such as 'ILSVRC2012_"),
+    (
+        lambda r: lack(r, 3),
+        "_val.tar lacks 1 images of 50, such as '.*_00000003.JPEG'$",
+    ),
+    (lambda r: (r / f"{DEVKIT}.tar.gz").write_bytes(b"") or as_imagenets(r), "^cannot read /.*gz"),
+    (lambda r: resize(r / "train.tar", 2**60), "train.tar is .* 'n0.*' is beyond its end$"),
+    (lambda r: resize(r / "train.tar", -512), "train.tar is .* 'n0.*' is beyond its end$"),
+    (lambda r: pack_twice(r / "train.tar"), "/train.tar has 'n1/a.jpg' twice"),
+    (lambda r: zeros_inside(r / "train.tar"), r"/train.tar is incomplete, .* at byte \d+: "),
+    (pack_sparsely, "/train.tar: 'n1/a.jpg' is sparse: pack without --sparse$"),
 ]
 
 
@@ -278,7 +341,7 @@ def test_bad_archives_are_refused(spoil, message, archives):
 def test_a_bad_image_is_named_with_its_archive(archives):
     pack(archives / "train.tar", {f"{wnid}/x.jpg": b"none" for wnid in WNIDS})
     train_set, _ = image_folders(str(archives), 24)
-    message = f"cannot read image {archives}/train.tar:n00000003/x.jpg: its format is not known"
+    message = f"cannot read image '{archives}/train.tar:n00000003/x.jpg': its format is not known"
     with pytest.raises(ValueError, match=re.escape(message)):
         train_set[3]
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -43,10 +44,9 @@ def decoder_module(monkeypatch, *missing):
 
 @pytest.fixture
 def decoders(monkeypatch):
-    """nvImageCodec before TorchCodec before PIL, each with those behind it."""
-    missing = ["nvidia.nvimgcodec", "torchcodec.decoders"]
-    found = [decoder_module(monkeypatch, *missing[:count]) for count in (0, 1, 2)]
-    assert [module.DECODERS[0] for module in found] == ["nvImageCodec", "TorchCodec", "PIL"]
+    """nvImageCodec before PIL, and PIL alone."""
+    found = [decoder_module(monkeypatch), decoder_module(monkeypatch, "nvidia.nvimgcodec")]
+    assert [module.DECODER for module in found] == ["nvImageCodec", "PIL"]
     return found
 
 
@@ -93,7 +93,7 @@ def test_every_decoder_gives_the_same_pixels(decoders):
         last, some = (height - 1, width - 1, 1, 1), (5, 9, 17, 31)
         for module in decoders:
             assert module.decode(data).dtype == torch.uint8, name
-            assert module.decode(data).equal(pixels), (name, module.DECODERS)
+            assert module.decode(data).equal(pixels), (name, module.DECODER)
             for top, left, h, w in ((0, 0, height, width), (0, 0, 1, 1), last, some):
                 choose = Mock(return_value=(top, left, h, w))
                 part = module.decode(data, choose)
@@ -107,7 +107,7 @@ def test_a_damaged_exif_tag_turns_nothing(exif, decoders):
     data = saved(FLOWER.resize((60, 40)), "JPEG", exif=b"Exif\0\0" + exif)
     with Image.open(io.BytesIO(data)) as image:
         expected = as_tensor(image)
-    for module in decoders[:2]:
+    for module in decoders:
         assert module.decode(data).equal(expected)
         assert module.decode(data, lambda *size: (0, 0, *size)).equal(expected)
 
@@ -237,6 +237,43 @@ def test_only_files_that_are_shown_count(folder, tmp_path):
     assert found(folder) == (["cat", "dog"], names)
 
 
+def test_what_is_not_read_is_counted(folder):
+    for name in ("cat/a.gif", "cat/b.GIF", "dog/c.avif", "dog/d"):
+        (folder / name).write_bytes(b"")
+    assert ImageFolder(str(folder), None).skipped == f"4 files in {folder} (.avif .gif)"
+
+
+def test_classes_that_are_numbers_have_their_order(folder):
+    """As the numbers of a checkpoint's classes, 0 to 999; one name that is none makes all names."""
+    for name in ("cat", "dog"):
+        shutil.rmtree(folder / name)
+    for name in ("10", "9", "2", "01"):
+        (folder / name).mkdir()
+        CHINA.resize((20, 16)).save(folder / name / "1.png")
+    assert found(folder)[0] == ["01", "2", "9", "10"]
+    (folder / "x").mkdir()
+    assert ImageFolder(str(folder), None).classes == ["01", "10", "2", "9", "x"]
+
+
+def test_an_evaluation_needs_no_images_to_train(folder):
+    shutil.rmtree(folder)
+    train_set, val_set = image_folders(str(folder.parent), 24, evaluate=True)
+    assert train_set is val_set and len(val_set) == 4
+    with pytest.raises(ValueError, match=r"no folder .*/train"):
+        image_folders(str(folder.parent), 24)
+
+
+def test_a_long_name_costs_its_own_bytes_alone(folder):
+    name = "/".join(["x" * 200] * 15) + "/1.png"
+    files = [Path("cat") / name, *(Path(f"dog/{i}.png") for i in range(1000))]
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(b"")
+    paths = ImageFolder(str(folder), None).paths
+    assert os.fsencode(files[0]) in [*paths] and paths[1] == [*paths][1]
+    assert paths.bytes.nbytes < 20_000
+
+
 def test_a_link_that_leads_back_is_an_error(folder):
     (folder / "dog/link").symlink_to(folder)
     with pytest.raises(OSError, match=r"Too many levels of symbolic links: .*photos/train/dog/l"):
@@ -261,11 +298,11 @@ def without_classes(folder):
 
 ERRORS = [
     (lambda root: without_classes(root / "val"), "^no class folders in .*: put its images into .*"),
-    (lambda root: (root / "val/cow").mkdir(), "photos: classes in only one of .* val/: cow$"),
-    (lambda root: shutil.rmtree(root / "val/cat"), "classes in only one of train/ and val/: cat$"),
+    (lambda root: (root / "val/cow").mkdir(), "photos: classes in val/ alone: 'cow'$"),
+    (lambda root: shutil.rmtree(root / "val/cat"), "classes in train/ alone: 'cat'$"),
     (lambda root: empty(root / "train/dog"), "^no images in .*/photos/train/dog$"),
     (lambda root: empty(root / "val"), r"^no images \(.jpg .* in the folders of .*/photos/val$"),
-    (move_down, "^one class in .*/photos/train, all: one folder level too many"),
+    (move_down, "^one class in .*/photos/train, 'all': one folder level too many"),
 ]
 
 
@@ -282,13 +319,9 @@ def test_folders_that_cannot_train(folder, spoil, message):
 
 def test_digits_are_written_once_by_processes_that_start_together(tmp_path):
     data = tmp_path / "data"
-    partial = data / "digits.partial/train/1"
-    partial.mkdir(parents=True)
-    (partial / "0001.png").write_text("half an image, of a process that was killed")
+    data.mkdir()
     assert forked(digits_folder, str(data), count=3) == [0, 0, 0]
-    assert sorted(os.listdir(data)) == [".lock", "digits"]
-    (data / ".lock").unlink()
-    (data / ".lock").mkdir()  # as where nothing can be written, also by root
+    assert os.listdir(data) == ["digits"]
     train_set, val_set = image_folders(digits_folder(str(data)), 64)
     assert (len(train_set), len(val_set)) == (1437, 360)
     assert train_set.classes == val_set.classes == list("0123456789")

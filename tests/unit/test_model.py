@@ -19,12 +19,13 @@ from tests import nets
 CPU = torch.device("cpu")
 
 
-def arguments(arch, image_size=64, pretrained=False):
-    return SimpleNamespace(arch=arch, image_size=image_size, pretrained=pretrained)
+def arguments(arch, image_size=64, pretrained=False, evaluate=False):
+    known = {"arch": arch, "image_size": image_size, "pretrained": pretrained}
+    return SimpleNamespace(**known, evaluate=evaluate, resume=None)
 
 
 def tried(arch):
-    return build_model(arguments(arch, 24), 10, CPU, torch.zeros(1, 3, 24, 24))
+    return build_model(arguments(arch, 24), 10, CPU, torch.zeros(2, 3, 24, 24))
 
 
 def test_what_is_tried_changes_nothing():
@@ -87,6 +88,23 @@ def test_all_weights_but_a_head_of_other_classes_are_those_of_the_file(hub, num_
     assert [key for key in source if not source[key].equal(net[key])] == head
 
 
+def test_weights_of_other_classes_are_not_evaluated():
+    """Their head would be one that nobody has trained."""
+    with pytest.raises(ValueError, match=r"the weights know 1000 classes, not 7$"):
+        build_model(arguments("resnet18", pretrained=True, evaluate=True), 7, CPU)
+
+
+def test_batch_norm_over_one_value_is_known_before_training(tmp_path, monkeypatch):
+    text = "Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, n))"
+    (tmp_path / "pooled.py").write_text(
+        f"from torch import nn\nnet = lambda num_classes: nn.{text}".replace("n))", "num_classes))")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    build_model(arguments("pooled:net", 24), 10, CPU, torch.zeros(2, 3, 24, 24))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        build_model(arguments("pooled:net", 24), 10, CPU, torch.zeros(1, 3, 24, 24))
+
+
 def test_weights_for_another_image_size(hub, monkeypatch):
     # Without its layers, all alike, it is small.
     monkeypatch.setattr(models.vision_transformer, "EncoderBlock", lambda *_: torch.nn.Identity())
@@ -113,5 +131,5 @@ def test_weights_are_downloaded_once_a_node(hub, monkeypatch):
 
 def test_an_example_may_lie_on_another_device():
     """As a collate_fn makes it: in host memory, and the model is on a GPU."""
-    example = torch.zeros(1, 3, 24, 24)
+    example = torch.zeros(2, 3, 24, 24)
     build_model(arguments("resnet18", 24), 10, torch.device("meta"), example)
