@@ -74,9 +74,9 @@ import time, types, torch
 from common.device import set_up_device
 
 torch.cuda.device_count = lambda: 1
-torch.cuda.set_device = print
+torch.cuda.set_device = lambda device: None
 torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(uuid="{uuid}")
-set_up_device(3, 4, types.SimpleNamespace())
+print(set_up_device(3, 4, types.SimpleNamespace()))
 time.sleep(60)
 """
 
