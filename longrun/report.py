@@ -12,9 +12,9 @@ from tqdm import tqdm
 from .arguments import tell, tell_torchrun
 
 BAR = "{desc} {bar} {n}/{total} {remaining}"
-NAMES = {"val_loss": "loss", "acc1": "acc@1"}  # of scores, as they are printed
+NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}  # of scores, as they are printed
 NO_SCORES = {"epoch", "step", "train_loss", "lr", "world_size", "batch_size"}
-NO_SCORES |= {"images_per_second", "data_time", "seconds", "acc5"}  # acc5: a line has 80 columns
+NO_SCORES |= {"images_per_second", "data_time", "seconds"}
 
 
 class ProgressMeter:

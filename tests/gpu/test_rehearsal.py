@@ -126,7 +126,8 @@ def test_the_recipe_of_the_same_bits(gpus, train, tmp_path):
 def test_a_gpu_that_is_full_is_one_line(gpus, train):
     """In the midst of building the model."""
     output = train(python(), gpus(1, REHEARSAL_MEMORY="2"), code=2)
-    line = r"error: .*resnet18 .*--image-size 64: \w+Error: CUDA out of memory.*\n"
+    line = r"(\[W.*OOM.*\n)*"  # torch's own, from 2.14 on
+    line += r"error: .*resnet18 .*--image-size 64: \w+Error: CUDA out of memory.*\n"
     assert re.fullmatch(line, output), output
 
 
@@ -134,14 +135,14 @@ def test_a_gpu_that_hangs_in_training_is_noticed(gpus, train):
     """In a launch, which waits when the queue is full, as in a synchronisation."""
     env = gpus(1, REHEARSAL_HANG="launch:6000")
     output = train(python(), env, "--dist-timeout", 5, code=1)
-    end = r"rank 0 failed at epoch 1 step \d+: no progress for 4.5 s; see the stack"
+    end = r"rank 0 failed at epoch 1 step \d+: no progress for 65 s; see the stack"
     assert re.search(end, output), output
 
 
 def test_nccl_fails_in_one_process_and_the_other_waits(gpus, train):
     """NCCL ends the one by itself, after 15 seconds, and it is said where that was."""
     output = train(torchrun(2), gpus(2, REHEARSAL_HANG="ncclAllReduce:80:1"), code=1)
-    assert "error on rank 1" in output
+    assert "error on rank 1" in output, output
     assert re.search(r"Fatal Python error: Aborted\n.* in train\n", output, re.DOTALL)
 
 
@@ -162,8 +163,8 @@ except SystemExit:
 
 
 def test_a_step_does_not_wait_for_the_gpu(gpus, work, tmp_path):
-    """Where it prints, it does: a copy, and a wait for it. DDP measures its first ten steps."""
+    """Where it prints, it does: a copy to and fro, and a wait for each. DDP measures ten steps."""
     flags = [*FLAGS, "--data", work / "data/digits", "-p", "20", "--max-steps", "22"]
     command = [PYTHON, "-c", STEPS, *flags, "--checkpoint-dir", tmp_path / "c"]
     output = run(command, ROOT, env=gpus(1))
-    assert "waits [0, 0, 0, 0, 0, 0, 0] and where it prints 2\n" in output
+    assert "waits [0, 0, 0, 0, 0, 0, 0] and where it prints 4\n" in output
