@@ -71,7 +71,7 @@ def epoch(run, acc1, seconds=10.0, validation=2.0, steps=10, **scores):
 def test_the_line_of_an_epoch(tmp_path, capsys):
     run = opened(tmp_path, epochs=90)
     epoch(run, 50.0, f1=0.5, note="x", flag=None)
-    line = "epoch 1/90  loss 1.2500  acc@1 50.000  f1 0.500  new best  0:00:12"
+    line = "epoch 1/90  loss 1.2500  acc@1 50.000  acc@5 90.000  f1 0.500  new best  0:00:12"
     line += r"  0:1[78]:\d\d left\n"
     assert re.fullmatch(line, capsys.readouterr().out)
     epoch(run, 40.0, seconds=90, validation=0)
