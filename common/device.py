@@ -59,13 +59,13 @@ def set_up_device(local_rank, local_world_size, args):
 def _is_own_gpu():
     """Whether the one GPU that this process sees is not that of another one on this node.
 
-    The processes of a launch have one parent. The first that has a GPU takes a socket of its name,
-    which is free again when this process ends.
+    The first of this user's processes that has a GPU takes a socket of its name, which is free
+    again when that process ends. They need not have one parent: horovodrun's have not.
     """
     global _gpu
     _gpu = socket.socket(socket.AF_UNIX)
     try:
-        _gpu.bind(f"\0gpu {torch.cuda.get_device_properties(0).uuid} {os.getppid()}")
+        _gpu.bind(f"\0gpu {torch.cuda.get_device_properties(0).uuid} {os.getuid()}")
         return True
     except OSError:
         return False

@@ -167,7 +167,7 @@ class Run:
         Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
         """
         mine = {
-            "number of steps done": self.global_step() % SMALL,
+            "number of steps done": number_of(self.global_step()),
             "list of images and classes in train/": fingerprint(train_set),
             "list of images and classes in val/": fingerprint(val_set),
         }
@@ -361,5 +361,10 @@ def lock_folder(folder):
 
 def fingerprint(dataset):
     """A number that changes with the classes, the files and the length of a data set."""
-    known = [len(dataset), *(list(getattr(dataset, name, [])) for name in ("classes", "paths"))]
+    lists = (list(getattr(dataset, name, [])) for name in ("classes", "paths"))
+    return number_of([len(dataset), *lists])
+
+
+def number_of(known):
+    """A number below SMALL. Of things that differ a little the numbers differ by much."""
     return zlib.crc32(repr(known).encode()) % SMALL

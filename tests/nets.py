@@ -68,8 +68,3 @@ def two_outputs(num_classes):
 
 def wrong_head(num_classes):
     return plain(num_classes + 1)
-
-
-def text(num_classes):
-    """For token ids [n, length] below 100."""
-    return nn.Sequential(nn.EmbeddingBag(100, 8), nn.Linear(8, num_classes))

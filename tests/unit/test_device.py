@@ -74,9 +74,9 @@ import time, types, torch
 from common.device import set_up_device
 
 torch.cuda.device_count = lambda: 1
-torch.cuda.set_device = print
+torch.cuda.set_device = lambda device: None
 torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(uuid="{uuid}")
-set_up_device(3, 4, types.SimpleNamespace())
+print(set_up_device(3, 4, types.SimpleNamespace()))
 time.sleep(60)
 """
 
@@ -85,7 +85,9 @@ def test_one_visible_gpu_for_each_process():
     """By a mask of its own: number 0 is another GPU in each. The same one is an error."""
     first, other = (Child(ONE_GPU.format(uuid=uuid)) for uuid in "ab")
     assert first.output.readline() == other.output.readline() == "cuda:0\n"
-    code, said = Child(ONE_GPU.format(uuid="a")).wait()
+    # As by horovodrun, which gives each process a parent of its own.
+    fork = "import os, sys\nif os.fork(): sys.exit(os.wait()[1] >> 8)\n"
+    code, said = Child(fork + ONE_GPU.format(uuid="a")).wait()
     first.kill()
     other.kill()
     assert code == 1 and "\nValueError: 4 processes on a node with 1 GPUs: start 1, or" in said

@@ -14,7 +14,6 @@ from tests.unit.child import Child
 IMPORTS = """
 import atexit, os, signal, sys, time
 import torch.multiprocessing as mp
-from common.device import end_with_parent
 from longrun.process import StopRequest
 from longrun.spawn import run_child, supervise
 
@@ -86,7 +85,7 @@ def test_the_first_to_fail_ends_all_of_mp_spawn(main):
 
 
 def test_the_parent_of_mp_spawn_passes_signals_on():
-    code = "def main(index):\n    end_with_parent()\n    stop = StopRequest()\n    print('ready')\n"
+    code = "def main(index):\n    stop = StopRequest()\n    print('ready')\n"
     code += "    return 75 if stop.requested.wait(60) else 0\n"
     child = Child(f"{IMPORTS}{code}{SPAWN}")
     assert sorted(child.output.readline() for _ in range(4)) == ["ready\n"] * 3 + ["started\n"]

@@ -30,6 +30,11 @@ TASK = {
 }
 
 
+@pytest.fixture(autouse=True)
+def outlive_the_parent(monkeypatch):
+    monkeypatch.setattr("longrun.slurm.end_with_parent", lambda: None)  # it is that of the tests
+
+
 def task(dist_file=None, **more):
     return SrunTask(TASK | {f"SLURM_{name}": str(x) for name, x in more.items()}, dist_file)
 

@@ -91,6 +91,7 @@ if os.fork() == 0:
     faulthandler.cancel_dump_traceback_later()  # as the interpreter does when it exits
     os._exit(0)
 os.wait()
+print("forked")
 watch.beat()
 hang(100)
 """,
@@ -140,5 +141,5 @@ def test_a_hang_is_ended_but_not_a_rest(name, limit, children):
 def test_a_hang_that_lets_no_python_run_is_ended_but_not_a_rest(children):
     """After a fork too, which does not have the thread in C, and must not wait for it."""
     code, output = children["native"].wait()
-    assert code == 1 and output.startswith("outside\nTimeout (0:00:00"), output
+    assert code == 1 and output.startswith("outside\nforked\nTimeout (0:00:00"), output
     assert re.search(r'File "<string>", line \d+ in <module>', output)
