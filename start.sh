@@ -52,10 +52,10 @@ if ! gpus=$(probe); then
         { echo "error: .venv has no $torch: see above, or remove it" >&2; exit 2; }
 fi
 has sklearn tqdm || install "scikit-learn and tqdm" scikit-learn tqdm
-for package in nvidia.nvimgcodec torchcodec; do
-    has $package 2>/dev/null || echo "hint: images are read faster with $package: see requirements.txt" >&2
-done
+has nvidia.nvimgcodec 2>/dev/null ||
+    echo "hint: images are read faster with nvidia.nvimgcodec: see requirements.txt" >&2
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
+[[ $NGPU =~ ^[1-9][0-9]*$ ]] || { echo "error: NGPU=$NGPU: it is the number of processes" >&2; exit 2; }
 
 name=${1:-distributed}
 [ $# -eq 0 ] || shift

@@ -178,7 +178,6 @@ def _versions():
     for package in (
         "torch",
         "torchvision",
-        "torchcodec",
         "nvidia-nvimgcodec-cu13",
         "pillow",
         "horovod",

@@ -28,7 +28,8 @@ from benchmarks.harness import (
 )
 from benchmarks.others import installed
 from benchmarks.photographs import photographs
-from common.images import ImageArchive, ImageFolder, RandomCrop
+from common.archives import ImageArchive
+from common.images import ImageFolder, RandomCrop
 from common.loader import Seeded, TrainSampler, start_loader
 from common.prefetcher import MEAN, STD, Prefetcher
 

@@ -26,7 +26,8 @@ from benchmarks.harness import (
     spread,
 )
 from benchmarks.loader import one_pixel, our_loader, usual_loader
-from common.images import ImageArchive, ImageFolder
+from common.archives import ImageArchive
+from common.images import ImageFolder
 
 CONTESTANTS = ["usual recipe", "ours", "ours, an archive"]
 
