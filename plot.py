@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 
-from longrun.arguments import ArgumentParser, user_errors
+from longrun.arguments import ArgumentParser, tell, user_errors
 
 # What is drawn in one panel; any other number in a row has a panel of its own.
 PANELS = {
@@ -40,15 +40,15 @@ def main():
             raise ValueError(f"no numbers to draw in {' '.join(runs)}")
         if args.out:
             draw(runs, args.out)
-            print(f"drawn: {args.out}")
+            tell(f"drawn: {args.out}")
         else:
-            print(*as_text(runs), sep="\n")
+            tell(*as_text(runs))
 
 
 def read_run(folder):
     """The rows of a run, dicts sorted by epoch. Raises ValueError where there are none."""
     path = os.path.join(folder, "metrics.jsonl")
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise ValueError(f"no {path}: give the --checkpoint-dir of a run, once it has an epoch")
     rows = {}
     with open(path, errors="replace") as file:
@@ -58,7 +58,7 @@ def read_run(folder):
                 # --max-steps may have cut an epoch: it is drawn half-way to the next.
                 x = row["epoch"] + (0.5 if row.get("step") else 0)
                 rows[float(x)] = row  # of an epoch that was trained again, the last
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 continue  # a line that is cut off, or is somebody else's
     if not rows:
         raise ValueError(f"{path} has no epoch yet")
@@ -70,7 +70,14 @@ def curve(rows, key):
     found = {x: row[key] for x, row in rows.items() if key in row}
     kind = (int, float, type(None))
     found = {x: y for x, y in found.items() if isinstance(y, kind) and not isinstance(y, bool)}
-    return list(found), [math.nan if y is None else float(y) for y in found.values()]
+    return list(found), [math.nan if y is None else as_float(y) for y in found.values()]
+
+
+def as_float(number):
+    try:
+        return float(number)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
 
 
 def panels(runs):

@@ -54,7 +54,7 @@ def cut_lines(path, epoch, step):
             try:
                 row = json.loads(line)
                 beyond = (row["epoch"], row["step"]) > (epoch, step)
-            except (ValueError, TypeError, KeyError):  # not ours, or a killed process wrote half
+            except (ValueError, TypeError, KeyError, RecursionError):  # not ours, or half a line
                 beyond = not line.endswith(b"\n")
             if beyond:
                 file.truncate(file.tell() - len(line))

@@ -1,6 +1,7 @@
 """Pictures of metrics.jsonl: as a file, and as text."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -82,6 +83,11 @@ def test_errors_are_one_line(runs, tmp_path):
     assert plotted(tmp_path)[2] == f"error: {tmp_path}/metrics.jsonl has no epoch yet\n"
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
     assert plotted(tmp_path)[2] == f"error: no numbers to draw in {tmp_path}\n"
+    (tmp_path / "metrics.jsonl").write_text(f'{"[" * 9999}\n{{"epoch": 1, "loss": {"9" * 400}}}\n')
+    assert plotted(tmp_path)[2] == f"error: no numbers to draw in {tmp_path}\n"
+    (tmp_path / "metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert plotted(tmp_path)[2].startswith(expected)
     code, _, said = plotted(next(iter(runs)), "--out", tmp_path / "x.doc")
     assert code == 2 and said.startswith("error: Format 'doc' is not supported")
 
