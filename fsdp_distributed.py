@@ -89,6 +89,8 @@ def main():
         args = parse_args(local_world_size)
         run = Run(args, rank, world_size)  # locks the folder, and reads the checkpoint, if any
         device = set_up_device(local_rank, local_world_size, args)
+        if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise ValueError("fully_shard on CPUs needs torch 2.7 or newer")
 
         # Data. Each process reads its own part of each batch and of the validation set. Workers are
         # forked here, before NCCL or gloo has threads: a fork would copy the locks that these hold.

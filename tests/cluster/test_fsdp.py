@@ -1,5 +1,7 @@
 """fsdp_distributed.py: the training of distributed.py, with weights and momentum in parts."""
 
+import shutil
+
 import pytest
 from conftest import ROOT, assert_close, load, rows, run, same_state, torchrun
 
@@ -18,9 +20,16 @@ def test_trains_as_ddp_does(work):
 
 
 @pytest.mark.full
-def test_a_resnet_is_ddps_to_the_bit(work, tmp_path):
+def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_path):
+    """Without channels_last, which FSDP does not take."""
+    for room in ("common", "longrun"):
+        shutil.copytree(ROOT / room, tmp_path / room)
+    path, faster = tmp_path / "common/model.py", "net = net.to(memory_format=torch.channels_last)"
+    assert path.read_text().count(faster) == 1
+    path.write_text(path.read_text().replace(faster, "pass"))
     flags = "--arch resnet18 --image-size 32 --batch-size 32 --max-steps 6 -j 0".split()
     for name, script in {"ddp": "distributed.py", "fsdp": SCRIPT}.items():
+        script = shutil.copy(ROOT / script, tmp_path)
         run([*torchrun(2, script), *flags, "--checkpoint-dir", tmp_path / name], work)
     assert same_state(load(tmp_path / "ddp"), load(tmp_path / "fsdp"))
 

@@ -12,7 +12,7 @@ class FusedSGD(torch.optim.SGD):
 
     def step(self):
         for group in self.param_groups:
-            group |= {"fused": True, "foreach": None, "maximize": False, "differentiable": False}
+            group |= {"fused": None, "foreach": None, "maximize": False, "differentiable": False}
         super().step()
         for group in self.param_groups:
             del group["fused"], group["foreach"], group["maximize"], group["differentiable"]
