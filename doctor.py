@@ -54,9 +54,9 @@ def wrap(owner, name, before=None, after=None, waits=None):
 
 def install(folder, script):
     """Wrap what is looked at, in this process; its record is a file in the folder."""
-    RECORD.open(folder, script)
     import torch
 
+    RECORD.open(folder, script)
     if not torch.cuda.is_available():
         use_cpus_for_gpus(torch)
     wrap_processes()
@@ -65,8 +65,6 @@ def install(folder, script):
     wrap_training(torch)
     wrap_loaders(torch.utils.data)
     wrap_files(torch)
-    if "sklearn.metrics" in Path(script).read_text(errors="replace"):
-        wrap_metrics()
 
 
 def use_cpus_for_gpus(torch):
@@ -95,10 +93,10 @@ def use_cpus_for_gpus(torch):
     ddp, dist = torch.nn.parallel.DistributedDataParallel, torch.distributed
     init, join, load = ddp.__init__, dist.init_process_group, torch.load
     dist.init_process_group = lambda backend=None, *a, **k: join("gloo", *a, **k | NO_DEVICE)
-    ddp.__init__ = lambda self, net, device_ids=None, output_device=None, *a, **k: init(
-        self, net, None, None, *a, **k
+    ddp.__init__ = lambda self, module, device_ids=None, output_device=None, *a, **k: init(
+        self, module, None, None, *a, **k
     )
-    torch.load = lambda file, map_location=None, *a, **k: load(file, "cpu", *a, **k)
+    torch.load = lambda f, map_location=None, *a, **k: load(f, "cpu", *a, **k)
 
 
 NO_DEVICE = {"device_id": None}
@@ -131,24 +129,20 @@ def wrap_processes():
 COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
 scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_gather_object
 gather_object broadcast_object_list scatter_object_list monitored_barrier""".split()
-METRICS = {}  # what sklearn.metrics has returned: {value: name}
 
 
 def wrap_collectives(dist):
     def first_tensor(args, kwargs):
         return next((x for x in (*args, *kwargs.values()) if hasattr(x, "grad_fn")), None)
 
-    def before(name, *args, **kwargs):
-        tensor, metric = first_tensor(args, kwargs), None
-        if METRICS and tensor is not None and tensor.numel() == 1:
-            metric = METRICS.get(round(tensor.item(), 6))
-        note("collective", name=name, metric=metric)
-
     def after(_, *args, **kwargs):
         tensor = first_tensor(args, kwargs)
         if tensor is not None and tensor.grad_fn is not None:
             line = users_line(sys._getframe(1))  # a gradient that comes here was not sent
-            tensor.register_hook(lambda gradient: note("gradient", line=line))
+            tensor.register_hook(lambda gradient: noted_at(line))
+
+    def noted_at(line):
+        note("gradient", line=line)
 
     def joined(*args, **kwargs):
         note("group", rank=dist.get_rank(), local=os.environ.get("LOCAL_RANK"))
@@ -162,24 +156,12 @@ def wrap_collectives(dist):
             note("part")
 
     for name in COLLECTIVES:
-        wrap(dist, name, functools.partial(before, name), after, waits=name)
+        noted = functools.partial(note, "collective", name=name)
+        wrap(dist, name, lambda *_, noted=noted, **__: noted(), after, waits=name)
     wrap(dist, "init_process_group", after=joined, waits="init_process_group")
     wrap(dist, "new_group", after=new_group)
     wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh)
     wrap(dist.algorithms.join.Join, "__enter__", before=lambda self: note("join"))
-
-
-def wrap_metrics():
-    import sklearn.metrics
-
-    def returned(value, name):
-        if isinstance(value, float):
-            METRICS[round(float(value), 6)] = name
-
-    for (
-        name
-    ) in "f1_score precision_score recall_score roc_auc_score average_precision_score".split():
-        wrap(sklearn.metrics, name, after=lambda value, *_, name=name, **__: returned(value, name))
 
 
 MODELS = []  # those that DDP has wrapped
@@ -418,8 +400,8 @@ def watch():
     seen, cpu, since = -1, 0.0, time.monotonic()
     while True:
         time.sleep(1)
-        torch, used = sys.modules.get("torch"), time.process_time()
-        computes = used - cpu > 0.2 and not (torch and torch.cuda.is_initialized())  # or it polls
+        used, polls = time.process_time(), sys.modules["torch"].cuda.is_initialized()
+        computes = used - cpu > 0.2 and not polls  # with GPUs, it is busy while it waits
         if RECORD.count != seen or computes:
             since = time.monotonic()
         seen, cpu = RECORD.count, used
@@ -455,15 +437,16 @@ def of(events, *kinds):
 
 
 def read(folder):
-    """The processes of a group by rank, each {"events": [...], "passes": [...]}."""
-    processes = {}
+    """The processes, by rank where they are a group, each {"events": [...], "passes": [...]}."""
+    joined, others = {}, []
     for path in Path(folder).glob("*.jsonl"):
         lines = path.read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
         events = [event | {"place": place} for place, event in enumerate(events)]
-        for group in of(events, "group"):
-            processes[group["rank"]] = {"events": events, "passes": passes_of(events)}
-    return [processes[rank] for rank in sorted(processes)]
+        process = {"events": events, "passes": passes_of(events)}
+        others.append(process)
+        joined |= {group["rank"]: process for group in of(events, "group")}
+    return [joined[rank] for rank in sorted(joined)] or others
 
 
 def passes_of(events):
@@ -514,11 +497,10 @@ def apart(run):
     before = {}
     for row in rows(run, "step"):
         for name, value in row[0]["weights"].items():
-            model = name.partition(".")[0]
+            model, _, name_there = name.partition(".")
             if any(event["weights"].get(name, value) != value for event in row):
-                return [
-                    event | {"name": name[len(model) + 1 :]} for event in before.get(model, row)
-                ]
+                row = before.get(model, row)
+                return [e | {"name": name_there, "order": e["order"][model]} for e in row]
         before |= dict.fromkeys(row[0]["order"], row)
 
 
@@ -645,32 +627,22 @@ def same_seed(row, run):
 # Asked about the step before the first at which a wrapped model's weights differ.
 
 
-def plain_model(row, run):
-    """the-plain-model-is-trained"""
-    for letter, line in row[0]["order"]:
-        if letter == "p":
-            return line, "the plain model is trained: its gradients are not averaged"
+# In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
+# of the plain model, B a backward. The line is that of the letter in brackets.
+WRONG_ORDERS = {
+    "(p)": ("the-plain-model-is-trained", "the plain model is trained: nothing is averaged"),
+    "^[^F]*(f)[^F]*$": ("no_sync-is-one-off", "all parts of a step are in no_sync()"),
+    "F[^F]*(f)[^F]*$": ("no_sync-around-backward-alone", "the last forward pass is in no_sync()"),
+    "FFB(B)": ("two-forwards-then-two-backwards", "this second backward's gradients stay local"),
+}
 
 
-def never_synced(row, run):
-    """no_sync-is-one-off"""
-    lines = dict(row[0]["order"])
-    if "f" in lines and "F" not in lines:
-        return lines["f"], "all parts of a step are in no_sync(): no gradients are averaged"
-
-
-def synced_too_late(row, run):
-    """no_sync-around-backward-alone"""
-    forwards = [(letter, line) for letter, line in row[0]["order"] if letter in "fF"]
-    letters = "".join(letter for letter, _ in forwards)
-    if "F" in letters and letters.endswith("f"):
-        return forwards[-1][1], "the last part's forward pass is in no_sync(), an earlier one's not"
-
-
-def two_forwards(row, run):
-    """two-forwards-then-two-backwards"""
-    if "FFBB" in "".join(letter for letter, _ in row[0]["order"]):
-        return row[0]["order"][-1][1], "a second backward: its gradients are not averaged"
+def wrong_order(row, run):
+    """training: the place that WRONG_ORDERS names"""
+    letters, lines = zip(*row[0]["order"], strict=True) if row[0]["order"] else ("", "")
+    for pattern, (place, text) in WRONG_ORDERS.items():
+        if found := re.search(pattern, "".join(letters)):
+            return lines[found.start(1)], text, place
 
 
 def one_resumes(row, run):
@@ -725,7 +697,7 @@ def weights_differ(row, run):
         return row[0]["line"], f"from here on {row[0]['name']} differs between the processes"
 
 
-CAUSES = [plain_model, never_synced, synced_too_late, two_forwards, one_resumes, unfrozen]
+CAUSES = [wrong_order, one_resumes, unfrozen]
 
 # Asked about single events.
 
@@ -756,12 +728,6 @@ def own_schedule(row, run):
         return row[0]["line"], f"the schedule has {length} steps, and {done} were done"
 
 
-def metric_of_part(row, run):
-    """the-mean-of-each-processs-f1"""
-    if row[0]["metric"] and row[0]["name"] in REDUCING:
-        return row[0]["line"], f"each process's {row[0]['metric']}: it is no mean over items"
-
-
 def own_batchnorm(row, run):
     """batchnorm-statistics-of-ones-own"""
     if differ(row, "sums"):
@@ -778,30 +744,23 @@ def wrapped_saved(row, run):
 # Asked about the whole run.
 
 
-def writers(run):
-    """(line, name of a file, local ranks) of files that several processes save."""
-    table = collections.defaultdict(dict)
-    for process in run:
-        (local,) = {event["local"] for event in of(process["events"], "group")[:1]}
-        for event in of(process["events"], "save"):
-            table[event["path"]][id(process)] = (event["line"], local)
-    for path, by in table.items():
-        if path and len(by) > 1:
-            yield next(iter(by.values()))[0], os.path.basename(path), {x for _, x in by.values()}
-
-
 def all_save(run):
-    """every-process-saves"""
-    for line, name, local_ranks in writers(run):
-        if local_ranks != {"0"}:
-            return line, f"several processes write {name} at the same time"
-
-
-def local_rank_0_saves(run):
-    """local-rank-0-is-taken-for-rank-0"""
-    for line, name, local_ranks in writers(run):
-        if local_ranks == {"0"}:
-            return line, f"each process with local rank 0 writes {name}, one on each machine"
+    """every-process-saves: or local-rank-0-is-taken-for-rank-0"""
+    writers = collections.defaultdict(dict)
+    for process in run:
+        (local,) = [event["local"] for event in of(process["events"], "group")[:1]]
+        for save in of(process["events"], "save"):
+            writers[save["path"]][id(process)] = (local, save["line"])
+    for path, by in writers.items():
+        locals_, lines = zip(*by.values(), strict=True)
+        if path and len(by) > 1 and {*locals_} == {"0"}:
+            return (
+                lines[0],
+                "each machine's local rank 0 writes it",
+                "local-rank-0-is-taken-for-rank-0",
+            )
+        if path and len(by) > 1:
+            return lines[0], f"{len(by)} processes write {os.path.basename(path)}"
 
 
 def ends(run):
@@ -874,8 +833,7 @@ MISTAKES = {
     "plateau": [own_decision],
     "rank 0: gradient": [reduced_loss],
     "rank 0: clip": [clipped_scaled],
-    "rank 0: collective": [metric_of_part],
-    "run": [read_too_early, all_save, local_rank_0_saves, stops_early, frozen_late, hang],
+    "run": [read_too_early, all_save, stops_early, frozen_late, hang],
 }
 HINTS = {  # often wrong, and may be meant
     "trained": [sampler_without_seed, all_cores, uneven_parts],
@@ -902,7 +860,9 @@ def asked(run, about):
 def findings(run, alone=None, again=None):
     """[(certain, line, text, place in docs/bugs.md)], each once, mistakes first."""
     said = []
-    for certain, judges in ((True, MISTAKES), (False, HINTS)) if len(run) > 1 else ():
+    for certain, judges in (
+        ((True, MISTAKES), (False, HINTS)) if len(run) > 1 and noted(run, "group") else ()
+    ):
         for about, judge in ((key, judge) for key in judges for judge in judges[key]):
             if judge in NOT_OF_PARTS and noted(run, "part"):
                 continue  # of tensor parallelism, say: there some processes must read the same
@@ -928,21 +888,17 @@ def tell(run, found, seconds):
         print(f" {line}  {'' if certain else 'hint: '}{text}  → {place}")
     failed = [(rank, end) for rank, end in enumerate(ends(run)) if end["error"]]
     for rank, end in failed:
-        print(f" {end['line']}  failed on rank {rank}: {end['error'].splitlines()[0]}")
-    if not run:
+        print(f" {end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
+    if not noted(run, "group"):
         print(" the script joins no process group of torch: there is nothing to compare")
-    for process in run[:1]:
-        steps, calls, saves = (of(process["events"], k) for k in ("step", "collective", "save"))
-        files = count(len({event["path"] for event in saves}), "saved file")
-        parts = [count(len(run), "process"), count(len(steps), "step")]
-        parts += [count(len(process["passes"]), "pass") + " over loaders"]
-        print(f" looked at: {', '.join(parts)}, {count(len(calls), 'collective')}, {files}", end="")
-        print(f"; {seconds:.0f} s")
+    events = run[0]["events"] if run else []
+    parts = [count(len(of(events, kind)), kind) for kind in ("step", "pass", "batch", "collective")]
+    print(f" looked at {count(len(run), 'process')}, each: {', '.join(parts)}; {seconds:.0f} s")
     return 1 if mistakes or failed else 0
 
 
 def count(number, word):
-    return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('s') else 's'}"
+    return f"{number} {word}{'' if number == 1 else 'es' if word[-1] in 'sh' else 's'}"
 
 
 def examine(args, processes, folder):
