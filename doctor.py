@@ -58,7 +58,7 @@ def install(folder, script):
 
     RECORD.open(folder, script)
     if not torch.cuda.is_available():
-        use_cpus_for_gpus(torch)
+        use_cpus_for_gpus(torch, Path(script).read_text(errors="replace"))
     wrap_processes()
     wrap_collectives(torch.distributed)
     wrap_models(torch)
@@ -67,7 +67,7 @@ def install(folder, script):
     wrap_files(torch)
 
 
-def use_cpus_for_gpus(torch):
+def use_cpus_for_gpus(torch, text):
     """Without GPUs a script that names them runs as it is: cuda is the CPU, nccl is gloo."""
 
     def cpu(x):
@@ -89,7 +89,8 @@ def use_cpus_for_gpus(torch):
         owner.cuda = lambda self, *args, **kwargs: self
     for name in ("set_device", "empty_cache", "synchronize"):
         setattr(torch.cuda, name, lambda *args: None)
-    torch.cuda.device_count = device_count
+    if "is_available" not in text:  # else it can do without
+        torch.cuda.device_count = device_count
     ddp, dist = torch.nn.parallel.DistributedDataParallel, torch.distributed
     init, join, load = ddp.__init__, dist.init_process_group, torch.load
     dist.init_process_group = lambda backend=None, *a, **k: join("gloo", *a, **k | NO_DEVICE)
@@ -304,7 +305,7 @@ def wrap_loaders(data):
 
     def forget(self):
         if self._iterator is not None:  # workers that persist have read ahead
-            self._iterator.doctors_queue.clear()
+            self._iterator.__dict__.pop("doctors_queue", None)
 
     def begin(iterator, self):
         sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
@@ -784,27 +785,39 @@ def frozen_late(run):
             return wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late)) or 'unused'}"
 
 
-def hang(run):
-    """it-hangs-or-fails-late: or the place of a mistake that explains it"""
+def standing(run):
+    """(the last event of each, those that wait for others, all in words)"""
     last, said = [process["events"][-1] for process in run], []
     waiting = [event for event in last if event["kind"] == "stands" and event["waits"]]
     for rank, event in enumerate(last):
         doing = f"waits in {event['waits']}" if event in waiting else "is"
         said.append(f"rank {rank} {doing} at {event['line']}")
+    return last, waiting, ", ".join(said)
+
+
+def one_prepares(run):
+    """rank-0-prepares-for-longer-than-the-timeout"""
+    last, waiting, said = standing(run)
+    if waiting and any(event["kind"] == "stands" and event not in waiting for event in last):
+        return waiting[0]["line"], f"{said}: will the timeout be longer?"
+
+
+def hang(run):
+    """it-hangs-or-fails-late: or the place of a mistake that explains it"""
+    last, waiting, said = standing(run)
+    if not waiting or one_prepares(run):
+        return None
     waiting.sort(key=lambda event: event["waits"] not in COLLECTIVES)
     forwards = [of(process["events"], "forward")[-1:] for process in run]
     alone = [e for e, f in zip(last, forwards, strict=True) if f and not f[0]["trains"]]
     alone = [event for event in alone if event.get("waits") == FORWARD]
-    kind = "all_reduce-on-rank-0-alone"
-    if len(waiting) < len(run) and all(event["kind"] == "stands" for event in last):
-        kind = "rank-0-prepares-for-longer-than-the-timeout"
-    elif alone:
-        kind, waiting = "the-wrapped-model-on-rank-0-alone", alone
-    elif any(uneven_parts(row, run) for row in rounds(run, "trained")):
-        kind = "one-process-has-one-step-more"
-    elif "backward" in {event["waits"] for event in waiting}:
-        kind = "a-branch-that-depends-on-a-processs-own-data"
-    return (waiting[0]["line"], ", ".join(said), kind) if waiting else None
+    if alone:
+        return alone[0]["line"], said, "the-wrapped-model-on-rank-0-alone"
+    if any(uneven_parts(row, run) for row in rounds(run, "trained")):
+        return waiting[0]["line"], said, "one-process-has-one-step-more"
+    if "backward" in {event["waits"] for event in waiting}:
+        return waiting[0]["line"], said, "a-branch-that-depends-on-a-processs-own-data"
+    return waiting[0]["line"], said, "all_reduce-on-rank-0-alone"
 
 
 def batch_per_process(run, alone):
@@ -836,6 +849,7 @@ MISTAKES = {
     "run": [read_too_early, all_save, stops_early, frozen_late, hang],
 }
 HINTS = {  # often wrong, and may be meant
+    "run": [one_prepares],
     "trained": [sampler_without_seed, all_cores, uneven_parts],
     "validated": [one_part, all_validated],
     "step": [same_seed, own_rate],
@@ -880,29 +894,26 @@ def findings(run, alone=None, again=None):
 # ---- 4. What is told
 
 
-def tell(run, found, seconds):
-    """Print the report; returns the exit code."""
-    mistakes, hints = (sum(one[0] is certain for one in found) for certain in (True, False))
-    print(f"\n {count(mistakes, 'mistake')}, {count(hints, 'hint')}")
+def tell(run, found, code, seconds):
+    """Print the report; returns the exit code. code: the launcher's."""
+    mistakes = [one for one in found if one[0]]
+    print(f"\n mistakes: {len(mistakes)}, hints: {len(found) - len(mistakes)}")
     for certain, line, text, place in found:
         print(f" {line}  {'' if certain else 'hint: '}{text}  → {place}")
-    failed = [(rank, end) for rank, end in enumerate(ends(run)) if end["error"]]
-    for rank, end in failed:
-        print(f" {end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
+    for rank, end in enumerate(ends(run)):
+        if end["error"]:
+            print(f" {end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
     if not noted(run, "group"):
         print(" the script joins no process group of torch: there is nothing to compare")
-    events = run[0]["events"] if run else []
-    parts = [count(len(of(events, kind)), kind) for kind in ("step", "pass", "batch", "collective")]
-    print(f" looked at {count(len(run), 'process')}, each: {', '.join(parts)}; {seconds:.0f} s")
-    return 1 if mistakes or failed else 0
-
-
-def count(number, word):
-    return f"{number} {word}{'' if number == 1 else 'es' if word[-1] in 'sh' else 's'}"
+    for process in run[:1]:
+        steps, calls = (len(of(process["events"], kind)) for kind in ("step", "collective"))
+        seen = f"{steps} steps, {len(process['passes'])} passes over loaders, {calls} collectives"
+        print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s; exit code {code}")
+    return 1 if mistakes or code else 0
 
 
 def examine(args, processes, folder):
-    """Run the script once on so many processes, to its end or until it hangs; returns its run."""
+    """(run, exit code): the script once on so many processes, to its end or until it hangs."""
     os.mkdir(folder)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={processes}"]
@@ -911,36 +922,40 @@ def examine(args, processes, folder):
     elif "spawn(" in Path(args.script).read_text(errors="replace"):  # it starts them itself
         launcher = [sys.executable]
     command = [*launcher, os.path.abspath(__file__), os.path.abspath(args.script), *args.flags]
-    env = os.environ | {"DOCTOR": folder, "DOCTOR_NODES": str(args.nodes)}
-    job = subprocess.Popen(command, env=env)
+    job = subprocess.Popen(command, env=os.environ | {"DOCTOR": f"{args.nodes} {folder}"})
     try:
         while job.poll() is None:
             time.sleep(0.5)
             last = last_events(folder).values()
-            still = all(event.get("kind") in ("stands", "end") for event in last)
-            if still and any(event.get("waits") for event in last):
+            still = all(event["kind"] in ("stands", "end") for event in last)
+            places = {event["line"] for event in last}  # one place: it may be slow there
+            if still and len(places) > 1 and any(event.get("waits") for event in last):
                 stop(folder)
     finally:
         stop(folder)
-        job.wait()
-    return read(folder)
+    return read(folder), job.wait()
 
 
 def last_events(folder):
     """{process id: its last event}"""
-    lines = {int(p.stem): p.read_bytes().splitlines()[-1:] for p in Path(folder).glob("*.jsonl")}
-    whole = {pid: line and line[0].endswith(b"}") for pid, line in lines.items()}
-    return {pid: json.loads(line[0]) if whole[pid] else {} for pid, line in lines.items()}
+    found = {}
+    for path in Path(folder).glob("*.jsonl"):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20_000))
+            line = file.read().splitlines()[-1:]
+        short = line and line[0].startswith(b"{") and line[0].endswith(b"}")  # as a step may not be
+        found[int(path.stem)] = json.loads(line[0]) if short else {"kind": "?", "line": "?"}
+    return found
 
 
 def stop(folder):
     for pid, event in last_events(folder).items():
-        if event.get("kind") != "end":
+        if event["kind"] != "end":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def be_examined(folder, nodes):
+def be_examined(nodes, folder):
     """In a process of the script: wrap, then run it as if it was started alone."""
     sys.argv = sys.argv[1:]
     if nodes > 1:  # play machines: on each of them the numbers begin at 0
@@ -969,16 +984,17 @@ def main():
         parser.error(f"{args.script} is no file")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        run = examine(args, args.n, f"{folder}/run")
-        again = examine(args, args.n, f"{folder}/again") if args.twice else None
-        alone = examine(args, 1, f"{folder}/alone") if args.against_one else None
-    sys.exit(tell(run, findings(run, alone, again), time.monotonic() - began))
+        run, code = examine(args, args.n, f"{folder}/run")
+        again, _ = examine(args, args.n, f"{folder}/again") if args.twice else (None, 0)
+        alone, _ = examine(args, 1, f"{folder}/alone") if args.against_one else (None, 0)
+    sys.exit(tell(run, findings(run, alone, again), code, time.monotonic() - began))
 
 
 if __name__ == "__main__":
     if "DOCTOR" in os.environ:
         import doctor  # by this name: processes that the script starts look for it there
 
-        doctor.be_examined(os.environ["DOCTOR"], int(os.environ["DOCTOR_NODES"]))
+        nodes, _, folder = os.environ["DOCTOR"].partition(" ")
+        doctor.be_examined(int(nodes), folder)
     else:
         main()

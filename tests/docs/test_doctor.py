@@ -60,7 +60,7 @@ WHOLE = {"early_stop_on_rank_0", "schedule_of_one_gpu"}  # all five epochs
 def examined(folder, *words, code=0, env=None, timeout=100):
     """What the doctor says of a script: [(line number, text, place)], and its whole output."""
     output = run([*DOCTOR, *words], folder, env=USER | (env or {}), code=code, timeout=timeout)
-    assert re.search(r"^ \d+ mistakes?, \d+ hints?$", output, re.M), output
+    assert re.search(r"^ mistakes: \d+, hints: \d+$", output, re.M), output
     return [
         (int(number), text, place) for _, number, text, place in FINDING.findall(output)
     ], output
@@ -95,7 +95,7 @@ def test_names_the_mistake_and_nothing_else(name, tmp_path):
     found = FINDING.findall(output)
     assert [place for *_, place in found] == [heading_of(name)], output
     assert said in script.read_text().splitlines()[int(found[0][1]) - 1], output
-    assert "Traceback" not in output.partition(" mistake")[2], output
+    assert "Traceback" not in output.partition(" mistakes:")[2], output
 
 
 def test_every_mistake_is_named_or_is_known_not_to_be():
