@@ -133,17 +133,10 @@ gather_object broadcast_object_list scatter_object_list monitored_barrier""".spl
 
 
 def wrap_collectives(dist):
-    def first_tensor(args, kwargs):
-        return next((x for x in (*args, *kwargs.values()) if hasattr(x, "grad_fn")), None)
-
-    def after(_, *args, **kwargs):
-        tensor = first_tensor(args, kwargs)
-        if tensor is not None and tensor.grad_fn is not None:
-            line = users_line(sys._getframe(1))  # a gradient that comes here was not sent
-            tensor.register_hook(lambda gradient: noted_at(line))
-
-    def noted_at(line):
-        note("gradient", line=line)
+    def after(_, tensor, *args, **kwargs):  # what is sent in place
+        line = users_line(sys._getframe(1))
+        if getattr(tensor, "grad_fn", None) is not None:  # its graph does not know of it
+            tensor.register_hook(lambda gradient: note("gradient", line=line) and None)
 
     def joined(*args, **kwargs):
         note("group", rank=dist.get_rank(), local=os.environ.get("LOCAL_RANK"))
@@ -158,7 +151,8 @@ def wrap_collectives(dist):
 
     for name in COLLECTIVES:
         noted = functools.partial(note, "collective", name=name)
-        wrap(dist, name, lambda *_, noted=noted, **__: noted(), after, waits=name)
+        in_place = after if name in ("all_reduce", "reduce", "broadcast") else None
+        wrap(dist, name, lambda *_, noted=noted, **__: noted(), in_place, waits=name)
     wrap(dist, "init_process_group", after=joined, waits="init_process_group")
     wrap(dist, "new_group", after=new_group)
     wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh)
@@ -290,7 +284,7 @@ def wrap_loaders(data):
         self.doctors_line = users_line(sys._getframe(1))
 
     def item(dataset, index):
-        """The name of an item: the number of its data set and its index there."""
+        """The name of an item: its data set's number, its index there."""
         while isinstance(dataset, data.Subset):
             dataset, index = dataset.dataset, dataset.indices[index]
         if id(dataset) not in map(id, bases):
@@ -321,12 +315,20 @@ def wrap_loaders(data):
         self.__dict__.setdefault("doctors_queue", collections.deque()).append(index)
 
     def got(batch, self):
+        """Each item is (name, sum of its label, sums of all of it): a name may be of other data."""
         index = self.doctors_queue.popleft()
+        index = index if type(index) is list else [index]
+        tensors = [x for x in tree_leaves(batch) if hasattr(x, "double") and x.ndim]
         if isinstance(self._dataset, data.IterableDataset):  # its items have no numbers
-            leaves = [total(x) if hasattr(x, "double") else str(x) for x in tree_leaves(batch)]
-            items = [hashlib.md5(repr(leaves).encode()).hexdigest()]
+            items = [(hashlib.md5(repr([*map(total, tensors)]).encode()).hexdigest(), 0, 0)]
         else:
-            items = [item(self._dataset, i) for i in (index if type(index) is list else [index])]
+            sized = sorted((x for x in tensors if len(x) == len(index)), key=lambda x: x.numel())
+            sums = [x.double().reshape(len(index), -1).sum(1).tolist() for x in sized]
+            marks = [[*map(str, of_one)] for of_one in zip(*sums, strict=True)] or [[""]] * len(
+                index
+            )
+            names = [item(self._dataset, i) for i in index]
+            items = [(x, mark[0], " ".join(mark)) for x, mark in zip(names, marks, strict=True)]
         grad = sys.modules["torch"].is_grad_enabled()
         note("batch", number=getattr(self, "doctors_pass", -1), items=items, grad=grad)
 
@@ -459,7 +461,7 @@ def passes_of(events):
             passes[event["number"]] = event | new
         elif event["kind"] == "batch" and event["number"] in passes:
             now = passes[event["number"]]
-            now["items"] += event["items"]
+            now["items"] += map(tuple, event["items"])
             now |= {"read": now["read"] + 1, "last": event["place"]}
             now["validated"] |= not event["grad"]
         elif now:
@@ -522,9 +524,14 @@ def same_rank(row, run):
     return None not in [one["rank"] for one in row] and len({one["rank"] for one in row}) < len(row)
 
 
+def names(one, parts=1):
+    """The names of a pass's items; 2 parts: with labels."""
+    return [item[:parts] for item in one["items"]]
+
+
 def reads_all(row, run):
     """every-process-reads-all-images"""
-    sets = [{*one["items"]} for one in row]
+    sets = [{*names(one, parts=2)} for one in row]
     alike = len(set.intersection(*sets)) > 0.9 * len(set.union(*sets))
     if alike and row[0]["whole"] and row[0]["length"] and not same_rank(row, run):
         return row[0]["made"], f"each process reads all {len(sets[0])} items: there is no sampler"
@@ -546,7 +553,7 @@ def same_order(row, run):
     """set_epoch-is-forgotten"""
     passes = [one for one in run[0]["passes"] if one["line"] == row[0]["line"]]
     before = passes[passes.index(row[0]) - 1] if row[0] != passes[0] else None
-    if before and row[0]["shuffle"] and row[0]["items"] == before["items"]:
+    if before and row[0]["shuffle"] and names(row[0]) == names(before):
         return row[0]["line"], "the order is that of the epoch before: call set_epoch()"
 
 
@@ -573,9 +580,9 @@ def uneven_parts(row, run):
 
 def own_split(row, run):
     """each-process-makes-its-own-split"""
-    read = {what: [items_of(process, what) for process in run] for what in ("trained", "validated")}
-    both = set.union(*read["trained"]) & set.union(*read["validated"])
-    if both and not any(a & b for a, b in zip(*read.values(), strict=True)):
+    trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
+    both = set.union(*trained) & set.union(*validated)
+    if both and not any(a & b for a, b in zip(trained, validated, strict=True)):
         return row[0]["made"], f"{len(both)} items that one process validates, another trains with"
 
 
@@ -585,10 +592,12 @@ def items_of(process, what):
 
 def padded(row, run):
     """padded-validation"""
-    items = [item for one in row for item in one["items"]]
+    items = [name for one in row for name in names(one)]
     twice = len(items) - len({*items})
     if all(one["whole"] and not one["trims"] for one in row) and twice == row[0]["padding"] > 0:
-        return row[0]["sampler"], f"the sampler makes equal parts: {twice} items count twice"
+        return row[0][
+            "sampler"
+        ], f"the sampler repeats {twice} of {len({*items})} items, for equal parts"
 
 
 REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_tensor"}
@@ -606,7 +615,7 @@ def added_up(one, process):
 def one_part(row, run):
     """only-one-part-is-counted"""
     whole = all(one["whole"] for one in row) and all(of(p["events"], "end") for p in run)
-    overlap = set.intersection(*[{*one["items"]} for one in row])
+    overlap = set.intersection(*[{*names(one)} for one in row])
     if whole and not overlap and not added_up(row[0], run[0]):
         return row[0]["line"], "each process validates a part, and nothing is added up"
 
@@ -666,12 +675,6 @@ def own_decision(row, run):
     """each-process-lowers-its-own-learning-rate"""
     if differ(row, "value"):
         return row[0]["line"], f"each process decides by its own number: {each(row, 'value')}"
-
-
-def own_rate(row, run):
-    """each-process-lowers-its-own-learning-rate"""
-    if differ(row, "lr"):
-        return row[0]["line"], f"the learning rates are {each(row, 'lr')}"
 
 
 def read_too_early(run):
@@ -782,7 +785,7 @@ def frozen_late(run):
         if "finished reduction in the prior" in (end["error"] or ""):
             wrap = of(run[0]["events"], "wrap")[-1]
             late = {*end["frozen"]} - {*wrap["frozen"]}
-            return wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late)) or 'unused'}"
+            return wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late)) or 'none'}"
 
 
 def standing(run):
@@ -831,16 +834,16 @@ def batch_per_process(run, alone):
 
 def epoch_repeated(run, again):
     """the-resumed-run-repeats-an-epoch"""
-    before = [one["items"] for one in run[0]["passes"] if one["trained"]]
+    before = [names(one) for one in run[0]["passes"] if one["trained"]]
     after = [one for one in again[0]["passes"] if one["trained"]]
-    if after and before[1:] and before[0] != after[0]["items"] == before[-1]:
+    if after and before[1:] and before[0] != names(after[0]) == before[-1]:
         return after[0]["line"], "the run that resumes begins with the epoch that was done"
 
 
 # What each judge is asked about: passes in which a model was trained or validated, the step of
 # apart(), the n-th event of a kind in all processes, an event of rank 0, or the whole run.
 MISTAKES = {
-    "trained": [reads_all, reads_the_stream, rank_in_sampler, same_order],
+    "trained": [reads_the_stream, rank_in_sampler, same_order],
     "validated": [own_split, padded],
     "apart": [*CAUSES, weights_differ],
     "plateau": [own_decision],
@@ -850,15 +853,14 @@ MISTAKES = {
 }
 HINTS = {  # often wrong, and may be meant
     "run": [one_prepares],
-    "trained": [sampler_without_seed, all_cores, uneven_parts],
+    "trained": [reads_all, sampler_without_seed, all_cores, uneven_parts],
     "validated": [one_part, all_validated],
-    "step": [same_seed, own_rate],
+    "step": [same_seed],
     "mean": [own_count],
     "buffers": [own_batchnorm],
     "rank 0: schedule": [own_schedule],
     "rank 0: save": [wrapped_saved],
 }
-NOT_OF_PARTS = {reads_all, reads_the_stream, rank_in_sampler, all_validated, same_seed}
 
 
 def asked(run, about):
@@ -878,8 +880,8 @@ def findings(run, alone=None, again=None):
         ((True, MISTAKES), (False, HINTS)) if len(run) > 1 and noted(run, "group") else ()
     ):
         for about, judge in ((key, judge) for key in judges for judge in judges[key]):
-            if judge in NOT_OF_PARTS and noted(run, "part"):
-                continue  # of tensor parallelism, say: there some processes must read the same
+            if noted(run, "part") and about != "run" and "rank 0" not in about:
+                continue  # some processes may differ on purpose, others read the same
             answers = [judge(run)] if about == "run" else [judge(r, run) for r in asked(run, about)]
             said += [(certain, judge, *answer) for answer in answers if answer]
     said += [(False, batch_per_process, *a) for a in [alone and batch_per_process(run, alone)] if a]
