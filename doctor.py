@@ -94,7 +94,7 @@ def use_cpus_for_gpus(torch, text):
     ddp, dist = torch.nn.parallel.DistributedDataParallel, torch.distributed
     init, join, load = ddp.__init__, dist.init_process_group, torch.load
     dist.init_process_group = lambda backend=None, *a, **k: join("gloo", *a, **k | NO_DEVICE)
-    ddp.__init__ = lambda self, module, device_ids=None, output_device=None, *a, **k: init(
+    ddp.__init__ = lambda self, module, device_ids=0, output_device=0, *a, **k: init(
         self, module, None, None, *a, **k
     )
     torch.load = lambda f, map_location=None, *a, **k: load(f, "cpu", *a, **k)
@@ -217,7 +217,9 @@ def frozen():
 
 def total(tensor):
     """The same for the same bits."""
-    return str(tensor.detach().double().sum().item())
+    torch = sys.modules["torch"]
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return str(tensor.sum(dtype=torch.float64).item())
 
 
 def wrap_training(torch):
@@ -315,20 +317,17 @@ def wrap_loaders(data):
         self.__dict__.setdefault("doctors_queue", collections.deque()).append(index)
 
     def got(batch, self):
-        """Each item is (name, sum of its label, sums of all of it): a name may be of other data."""
+        """Each item is (name, sum of its label, of its image): a name may be of other data."""
         index = self.doctors_queue.popleft()
         index = index if type(index) is list else [index]
-        tensors = [x for x in tree_leaves(batch) if hasattr(x, "double") and x.ndim]
+        tensors = [x for x in tree_leaves(batch) if hasattr(x, "is_complex") and x.ndim]
         if isinstance(self._dataset, data.IterableDataset):  # its items have no numbers
-            items = [(hashlib.md5(repr([*map(total, tensors)]).encode()).hexdigest(), 0, 0)]
+            items = [(" ".join(map(total, tensors)), 0, 0)]
         else:
-            sized = sorted((x for x in tensors if len(x) == len(index)), key=lambda x: x.numel())
-            sums = [x.double().reshape(len(index), -1).sum(1).tolist() for x in sized]
-            marks = [[*map(str, of_one)] for of_one in zip(*sums, strict=True)] or [[""]] * len(
-                index
-            )
+            sums = [x for x in tensors if len(x) == len(index)]
+            sums = [[*map(total, x)] for x in sorted(sums, key=lambda x: x.numel())] or [index]
             names = [item(self._dataset, i) for i in index]
-            items = [(x, mark[0], " ".join(mark)) for x, mark in zip(names, marks, strict=True)]
+            items = [(name, *(of[i] for of in (sums[0], sums[-1]))) for i, name in enumerate(names)]
         grad = sys.modules["torch"].is_grad_enabled()
         note("batch", number=getattr(self, "doctors_pass", -1), items=items, grad=grad)
 
@@ -595,9 +594,8 @@ def padded(row, run):
     items = [name for one in row for name in names(one)]
     twice = len(items) - len({*items})
     if all(one["whole"] and not one["trims"] for one in row) and twice == row[0]["padding"] > 0:
-        return row[0][
-            "sampler"
-        ], f"the sampler repeats {twice} of {len({*items})} items, for equal parts"
+        text = f"the sampler repeats {twice} of {len({*items})} items, for equal parts"
+        return row[0]["sampler"], text
 
 
 REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_tensor"}
@@ -757,14 +755,11 @@ def all_save(run):
             writers[save["path"]][id(process)] = (local, save["line"])
     for path, by in writers.items():
         locals_, lines = zip(*by.values(), strict=True)
+        text = f"{len(by)} processes write {os.path.basename(path)}" if path else ""
         if path and len(by) > 1 and {*locals_} == {"0"}:
-            return (
-                lines[0],
-                "each machine's local rank 0 writes it",
-                "local-rank-0-is-taken-for-rank-0",
-            )
+            return lines[0], f"{text}, as local rank 0", "local-rank-0-is-taken-for-rank-0"
         if path and len(by) > 1:
-            return lines[0], f"{len(by)} processes write {os.path.basename(path)}"
+            return lines[0], text
 
 
 def ends(run):
@@ -876,10 +871,9 @@ def asked(run, about):
 def findings(run, alone=None, again=None):
     """[(certain, line, text, place in docs/bugs.md)], each once, mistakes first."""
     said = []
-    for certain, judges in (
-        ((True, MISTAKES), (False, HINTS)) if len(run) > 1 and noted(run, "group") else ()
-    ):
-        for about, judge in ((key, judge) for key in judges for judge in judges[key]):
+    together = len(run) > 1 and noted(run, "group")
+    for certain, table in ((True, MISTAKES), (False, HINTS)) if together else ():
+        for about, judge in ((key, judge) for key in table for judge in table[key]):
             if noted(run, "part") and about != "run" and "rank 0" not in about:
                 continue  # some processes may differ on purpose, others read the same
             answers = [judge(run)] if about == "run" else [judge(r, run) for r in asked(run, about)]
