@@ -882,7 +882,7 @@ def findings(run, alone=None, again=None):
     said += [(True, epoch_repeated, *a) for a in [again and epoch_repeated(run, again)] if a]
     once = {}
     for certain, judge, line, text, *place in said:
-        place = f"docs/bugs.md#{place[0] if place else judge.__doc__}"
+        place = f"docs/bugs.md#{place[0] if place else judge.__doc__.partition(':')[0]}"
         once.setdefault((place, line), (certain, line, text, place))
     return [*once.values()]
 

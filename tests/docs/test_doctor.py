@@ -8,8 +8,10 @@ import pytest
 import torch
 from conftest import PYTHON, ROOT, full, run
 
+import doctor
 from tests.docs.copies import USER, edited, equal, patched
 from tests.docs.ranks import good
+from tests.docs.test_docs import anchors
 
 PAGE = (ROOT / "docs/doctor.md").read_text()
 DOCTOR = [PYTHON, ROOT / "doctor.py"]
@@ -150,6 +152,53 @@ def test_a_script_without_a_group_is_not_compared(name, tmp_path):
     text = (ROOT / f"minimal/{name}.py").read_text()
     (tmp_path / "script.py").write_text(edited(text, [("EPOCHS = 5", "EPOCHS = 1")]))
     assert "joins no process group" in examined(tmp_path, "script.py")[1]
+
+
+OWN_DATA = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+dist.init_process_group("nccl")
+rank, seeded = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+device = torch.device("cuda", rank)
+data = TensorDataset(torch.randn(200, 8, generator=seeded), torch.arange(200) // 50)
+train_set, val_set = random_split(data, [0.8, 0.2], seeded)
+model = DistributedDataParallel(torch.nn.Linear(8, 4).cuda(), device_ids=[rank])
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(2):
+    for images, _ in DataLoader(train_set, 40, shuffle=True, generator=seeded):
+        mine = model(images.to(device, non_blocking=True))
+        scores = [torch.zeros_like(mine) for _ in range(2)]
+        dist.all_gather(scores, mine)
+        scores[rank] = mine  # with its graph: that is how contrastive losses are written
+        optimizer.zero_grad()
+        torch.cat(scores).square().mean().backward()
+        optimizer.step()
+    count = torch.zeros(1)
+    with torch.no_grad():
+        for _, target in DataLoader(val_set, 40):
+            count += len(target)
+    dist.all_reduce(count)
+"""
+
+
+@pytest.mark.full
+def test_finds_nothing_where_each_process_has_its_own_part(tmp_path):
+    """Items have the same numbers and labels in both, and are others. It names GPUs, too."""
+    (tmp_path / "script.py").write_text(OWN_DATA)
+    found, output = examined(tmp_path, "script.py")
+    assert not [text for _, text, _ in found if not text.startswith("hint")], output
+
+
+def test_every_place_is_a_heading_of_the_page():
+    judges = [
+        judge for table in (doctor.MISTAKES, doctor.HINTS) for of in table.values() for judge in of
+    ]
+    places = {judge.__doc__.partition(":")[0] for judge in judges}
+    places |= {place for place, _ in doctor.WRONG_ORDERS.values()}
+    assert places <= anchors((ROOT / "docs/bugs.md").read_text())
 
 
 @pytest.mark.full
