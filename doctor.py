@@ -789,7 +789,8 @@ def standing(run):
     waiting = [event for event in last if event["kind"] == "stands" and event["waits"]]
     for rank, event in enumerate(last):
         doing = f"waits in {event['waits']}" if event in waiting else "is"
-        said.append(f"rank {rank} {doing} at {event['line']}")
+        ended = event["kind"] == "end"
+        said.append(f"rank {rank} " + ("has ended" if ended else f"{doing} at {event['line']}"))
     return last, waiting, ", ".join(said)
 
 
