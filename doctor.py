@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import multiprocessing.process
@@ -204,6 +205,12 @@ def wrap_models(torch):
         for number in range(len(MODELS)):
             ORDERS[number].append(("B", event["line"]))
 
+    def leave(*_):  # a DDP that outlives its group may abort
+        MODELS.clear()
+        validated.clear()
+        gc.collect()
+
+    wrap(torch.distributed, "destroy_process_group", before=leave)
     wrap(ddp, "__init__", after=wrapped, waits="the constructor of DDP")
     wrap(ddp, "forward", before=forward, waits=FORWARD)
     wrap(torch.autograd, "backward", before=backward, waits="backward")
@@ -905,8 +912,12 @@ def tell(run, found, code, seconds):
     for process in run[:1]:
         steps, calls = (len(of(process["events"], kind)) for kind in ("step", "collective"))
         seen = f"{steps} steps, {len(process['passes'])} passes over loaders, {calls} collectives"
-        print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s; exit code {code}")
-    return 1 if mistakes or code else 0
+        print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s")
+    # gloo may abort while Python ends: that is not the script's.
+    well = bool(run) and all(end["error"] == "" for end in ends(run))
+    if code and not well:
+        print(f" it ended with exit code {code}")
+    return 1 if mistakes or (code and not well) else 0
 
 
 def examine(args, processes, folder):
