@@ -669,7 +669,7 @@ def one_resumes(row, run):
 
 
 def unfrozen(row, run):
-    """frozen-after-wrapping"""
+    """unfrozen-after-wrapping"""
     for wrap in of(run[0]["events"], "wrap"):
         if row[0]["name"] in wrap["frozen"]:
             text = f"{row[0]['name']} was frozen when DDP wrapped it: its gradients"
