@@ -75,7 +75,9 @@ def parse_args(local_world_size):
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
     add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="a new folder for each run")
-    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
+    add(
+        "--checkpoint-freq", type=not_negative, default=0, help="save every N steps of an epoch too"
+    )
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
     add("--max-steps", type=positive, help="end after N steps in total, resumes included")
@@ -139,6 +141,7 @@ def main():
         timeout=timedelta(seconds=args.dist_timeout),
         device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
     )
+    watch.beat()
     # Batches on the device; images, uint8 RGB, are normalised.
     train_batches = Prefetcher(train_loader, device)
     val_batches = Prefetcher(val_loader, device)
@@ -195,6 +198,7 @@ def main():
             break  # stopped by a signal, and saved
 
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
+        watch.beat()
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)

@@ -58,7 +58,9 @@ def parse_args(local_world_size):
     add("--compile", action="store_true", help="torch.compile the model")
     add("--fp16-allreduce", action="store_true", help="send the gradients in half the bytes")
     add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="a new folder for each run")
-    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
+    add(
+        "--checkpoint-freq", type=not_negative, default=0, help="save every N steps of an epoch too"
+    )
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
     add("--max-steps", type=positive, help="end after N steps in total, resumes included")
@@ -161,6 +163,7 @@ def main():
             break  # stopped by a signal, and saved
 
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
+        watch.beat()
         for buffer in net.buffers():
             hvd.broadcast_(buffer, root_rank=0)
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)

@@ -5,9 +5,10 @@ import importlib
 import os
 
 import torch
-from filelock import FileLock
 from torch.utils._pytree import tree_map
 from torchvision import models
+
+from .device import locked
 
 
 def _first_line(error):
@@ -63,10 +64,12 @@ def build_model(args, num_classes, device, example=None):
 @torch.no_grad()
 def _try(net, example, num_classes, args):
     """In both modes: BatchNorm trains on no single value. Its statistics stay as they are."""
-    for mode in (True, False):
-        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    kept = [buffer.clone() for buffer in net.buffers()]
+    for mode in (False,) if args.evaluate else (True, False):
         with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
-            output = torch.func.functional_call(net.train(mode), buffers, (example,))
+            output = net.train(mode)(example)
+        for buffer, value in zip(net.buffers(), kept, strict=True):
+            buffer.copy_(value)
         if not torch.is_tensor(output) or output.shape[1:] != (num_classes,):
             got = list(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
             raise ValueError(f"{args.arch} gives {got}, not scores [n, {num_classes}]")
@@ -88,7 +91,7 @@ def _load_weights(net, args):
     folder = os.path.join(torch.hub.get_dir(), "checkpoints")
     try:
         os.makedirs(folder, exist_ok=True)
-        with FileLock(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
+        with locked(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
             # Not the file's own names: some are old, and only torchvision knows what they became.
             source = models.get_model(args.arch, weights=weights).state_dict()
     except Exception as error:
