@@ -60,9 +60,7 @@ def parse_args(local_world_size):
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
     add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="a new folder for each run")
-    add(
-        "--checkpoint-freq", type=not_negative, default=0, help="save every N steps of an epoch too"
-    )
+    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps of an epoch")
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
     add("--max-steps", type=positive, help="end after N steps in total, resumes included")
