@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
 import shutil
 import struct
 import sys
@@ -266,7 +267,13 @@ def test_only_files_that_are_shown_count(folder, tmp_path):
 def test_what_is_not_read_is_counted(folder):
     for name in ("cat/a.gif", "cat/b.GIF", "dog/c.avif", "dog/d"):
         (folder / name).write_bytes(b"")
-    assert ImageFolder(str(folder), None).skipped == f"4 files in {folder} (.avif .gif)"
+    others = f"4 files in {folder} (.avif, .gif, no ending)"
+    assert ImageFolder(str(folder), None).skipped == others
+    for kind, message in (("cat/*", "/train/cat; not"), ("dog/**/*", "in the folders of .*; not")):
+        for path in folder.glob(f"{kind}.[jJp]*"):
+            path.unlink()
+        with pytest.raises(ValueError, match=f"^no images .*{message} read: {re.escape(others)}$"):
+            image_folders(str(folder.parent), 24)
 
 
 def test_classes_that_are_numbers_have_their_order(folder):
@@ -346,7 +353,7 @@ def test_folders_that_cannot_train(folder, spoil, message):
 def test_digits_are_written_once_by_processes_that_start_together(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
-    assert forked(digits_folder, str(data), count=3) == [0, 0, 0]
+    assert forked(digits_folder, str(data), count=2) == [0, 0]
     assert os.listdir(data) == ["digits"]
     train_set, val_set = image_folders(digits_folder(str(data)), 64)
     assert (len(train_set), len(val_set)) == (1437, 360)
