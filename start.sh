@@ -8,7 +8,8 @@
 #
 #   NGPU=2 ./start.sh distributed                     how many processes (one per GPU, or 2)
 #   CUDA_VISIBLE_DEVICES=4,5 ./start.sh distributed   which GPUs
-#   NNODES=2 NGPU=4 NCPU=32 ./start.sh slurm          how many nodes; GPUs and cores of each
+#   NNODES=2 NGPU=4 NCPU=32 ./start.sh slurm          how many nodes; GPUs and cores of each.
+#     In an interactive shell of srun it hangs without a word: use one of salloc.
 set -euo pipefail
 cd "$(dirname "$0")"
 

@@ -1,18 +1,29 @@
 """What people take out of here works in a program of their own: docs/copying.md."""
 
 import re
+import zipfile
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import PYTHON, ROOT, SMALL, run
 from torch import nn
+from torch.utils.data import DataLoader
 
+from common.loader import Seeded
 from common.metrics import AverageMeter, accuracy
 from common.model import build_model
 from tests import nets
 from tests.docs.copies import edited
 from tests.docs.ranks import good
+
+
+def said(start, page="copying"):
+    """The `code` of a page that begins so: the only one."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    (found,) = {code for code in re.findall(r"`([^`\n]+)`", text) if code.startswith(start)}
+    return found
 
 
 @pytest.mark.full
@@ -76,6 +87,46 @@ def test_a_model_of_what_is_no_image(monkeypatch):
     example = {"video": torch.zeros(1, 3, 5, 8, 8), "more": (torch.ones(1, 4),)}
     net = build_model(args, 3, torch.device("cpu"), example)
     assert net.training and net(example).shape == (1, 3)
+
+
+class Zipped:
+    def __init__(self, path):
+        self.path, self.file = path, None
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        exec(said("if self.file is None"), {"self": self, "zipfile": zipfile})
+        return len(self.file.read(str(index)))
+
+
+def test_a_file_is_opened_at_first_use(tmp_path):
+    """By each worker for itself: this process, of which they are copies, has none open."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        for index in range(6):
+            file.writestr(str(index), bytes(index))
+    data = Zipped(tmp_path / "a.zip")
+    loader = DataLoader(data, None, num_workers=2, multiprocessing_context="fork")
+    assert [*loader] == [*range(6)] and data.file is None
+
+
+def test_a_generator_of_ones_own_is_seeded():
+    """With a double of Albumentations: as it draws from NumPy, and is seeded."""
+
+    class Augment:
+        def set_random_seed(self, seed):
+            self.random = np.random.default_rng(seed)
+
+    class Drawn(list):
+        def __getitem__(self, index):
+            aug = Augment()
+            exec(said("aug.set_random_seed", "faq"), {"aug": aug, "torch": torch})
+            return aug.random.random()
+
+    data = Seeded(Drawn([0, 1]), seed=0)
+    first, other, again = (data[key] for key in [(0, 0), (0, 1), (0, 0)])
+    assert first == again != other
 
 
 IMPORTS = """

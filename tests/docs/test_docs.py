@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import PYTHON, ROOT, Job, last_result, needs_horovod, run
 from PIL import Image
+from torch.distributed.run import get_args_parser
 from torchvision.datasets import imagenet
 from torchvision.models import resnet18
 
@@ -95,6 +96,7 @@ TESTED = {
     f"({any_of(STARTED.values())})( {DATA})?": "docs/test_docs.py::test_start",
     SCRIPT: "docs/test_docs.py::test_flags_of_a_script",
     NODE: "docs/test_docs.py::test_two_nodes",
+    r"python doctor\.py .*": "docs/test_doctor.py::test_the_example_of_the_page",
     GENERATORS: "docs/test_docs.py::test_generators_change_nothing",
     rf"diff ({SCRIPTS})\.py ({SCRIPTS})\.py": "docs/test_diffs.py::test_scripts_differ",
     r"\./start\.sh": "docs/test_docs.py::test_first_command",
@@ -110,9 +112,10 @@ TESTED = {
     any_of(test_slurm.COMMANDS): "cluster/test_slurm.py::test_command_of_the_documents",
     r"sbatch .*": "cluster/test_slurm.py::test_the_job_file",
     r"tests/cluster/slurm/cluster\.sh start": "docs/test_minimal.py::slurm",
-    r"TORCH_\w+=1 torchrun --standal.* --max-restarts=3 .*": "run/test_resume.py::test_torchrun_",
+    r"TORCH_\w+=1 torchrun .* --max-restarts=3 .*": "run/test_resume.py::test_torchrun_",
     r"TORCH_\w+=1 torchrun --nnodes=2:4 .*": "cluster/test_elastic.py::command",
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
+    r"torchrun .* -- gan\.py .*": "docs/test_docs.py::test_flags_that_torchrun_would_take",
     r"python -m benchmarks\.\w+.*": "run/test_benchmark.py::command",
     r"python tools/record\.py": "docs/test_record.py::test_the_recording",
 }
@@ -279,6 +282,20 @@ def test_start_runs_the_tests(clone):
     assert " passed" in output and "failed" not in output
 
 
+def test_flags_that_torchrun_would_take(capsys, monkeypatch):
+    (command,) = matching(r"torchrun .* -- .*")
+    words = command.split()[1:]
+    assert get_args_parser().parse_args(words).training_script_args == ["--n", "640"]
+    words.remove("--")
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(words)
+    (said,) = re.findall(r"`torchrun: error: (.*?)`", read("docs/faq.md"))
+    assert said in capsys.readouterr().err
+
+    monkeypatch.setenv("PET_NNODES", "2")  # as Kubeflow sets it
+    assert get_args_parser().parse_args(["distributed.py"]).nnodes == "2"
+
+
 @pytest.mark.full
 def test_two_nodes(clone, tmp_path):
     """The two lines are one run."""
@@ -327,7 +344,7 @@ def test_other_layouts_become_class_folders(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(image, "JPEG")
     kaggle, tiny, boxes = "k/ILSVRC/Data/CLS-LOC", "tiny-imagenet-200", "\t0\t0\t7\t7\n"
     texts = {
-        "k/LOC_val_solution.csv": "ImageId,PredictionString\nv0,n0 1 2 3 4 n0 5 6 7 8\nv1,n1 1 2 3",
+        "k/LOC_val_solution.csv": "ImageId,PredictionString\nv0,n0 1 2 3 4 n0 5 5 9 9\nv1,n1 1 2 3",
         f"{tiny}/val/val_annotations.txt": f"v0.JPEG\tn0{boxes}v1.JPEG\tn1{boxes}",
         "table.csv": "file,label\nv0.JPEG,n0\nv1.JPEG,n1\n",
     }

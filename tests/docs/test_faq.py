@@ -1,14 +1,17 @@
 """What docs/faq.md says of models and data that are unlike the example, in two processes."""
 
 import re
+import subprocess
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, torchrun
+from torch import nn
 
 from tests.docs.ranks import good
 
 pytestmark = pytest.mark.full
+DEBUGGING = (ROOT / "docs/debugging.md").read_text(encoding="utf-8")
 FAQ = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
 TOP = """
 import itertools, os, torch, torch.distributed as dist, torch.nn as nn
@@ -122,6 +125,33 @@ result = [*generator.parameters(), *judge.parameters()]
     assert all(map(torch.equal, one, other))
 
 
+def test_a_judge_with_batchnorm(ranks):
+    """Two calls have the gradients of the plain one; the inputs put together have others."""
+    script = f"""
+judge = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1))
+wrapped_judge = DistributedDataParallel(judge, {said("forward_sync_buffers")})
+loss_of = nn.functional.binary_cross_entropy_with_logits
+ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+parts = torch.randn(2, 2, 16, 4) + torch.tensor([2.0, 0.0]).view(1, 2, 1, 1)
+real, fake = parts[rank]
+
+def gradient_of(loss):
+    judge.zero_grad()
+    loss.backward()
+    return judge[0].weight.grad.clone()
+
+losses = [loss_of(judge(a), ones) + loss_of(judge(b), zeros) for a, b in parts]
+result = [gradient_of(sum(losses) / 2)]
+{said("loss = loss_of(")}
+result.append(gradient_of(loss))
+output = wrapped_judge(torch.cat([real, fake]))
+result.append(gradient_of(2 * loss_of(output, torch.cat([ones, zeros]))))
+"""
+    for right, apart, together in ranks(script):
+        assert torch.allclose(apart, right, atol=1e-6)
+        assert (together - right).norm() > 0.5 * right.norm()
+
+
 def test_two_forward_passes(ranks):
     """In one call or in two, and one backward(): the gradient is that of both, averaged.
 
@@ -147,6 +177,56 @@ add_gradient_of(sum((net(a) * net(b)).mean() / 2 for a, b in images))
     for together, apart, whole in ranks(script):
         assert torch.allclose(together, whole, atol=1e-6)
         assert torch.allclose(apart, whole, atol=1e-6)
+
+
+def test_several_classes_in_an_image():
+    """The right labels are counted, and the loss is 0 where all are right, and sure."""
+    target = torch.tensor([[1.0, 0, 1], [0, 0, 0]])
+    names = {"output": 99 * target - 50, "target": target, "nn": nn}
+    exec(said("criterion = "), names)
+    assert names["criterion"](names["output"], target) < 1e-9
+    assert eval(said("((output > 0)"), names) == 1
+    assert eval(said("((output > 0)"), names | {"target": 1 - target}) == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_and_unused_parameters(reentrant, ranks):
+    """The page's message, or none."""
+    (message,) = re.findall(r"\*\*`(Expected to mark .*)`\.\*\*", FAQ)
+    script = f"""
+from torch.utils.checkpoint import checkpoint
+
+class Two(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant={reentrant})
+        return x
+
+net = Two(nn.Linear(4, 4), nn.Linear(4, 4))
+model = DistributedDataParallel(net, find_unused_parameters=True)
+try:
+    model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    result = ""
+except RuntimeError as error:
+    result = str(error)
+"""
+    assert all((message in result) == reentrant for result in ranks(script))
+
+
+def test_breakpoint_under_torchrun(tmp_path):
+    """It gets the keyboard, and the other process waits."""
+    stop = next(line for line in DEBUGGING.split("`") if "breakpoint()" in line)
+    lines = [TOP, stop, "dist.barrier()", "print('went on')"]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    typed = subprocess.run(
+        torchrun(2, tmp_path / "script.py"),
+        cwd=tmp_path,
+        input="p 40 + 2\nc\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "(Pdb) 42" in typed.stdout and typed.stdout.count("went on") == 2, typed
 
 
 def test_an_iterable_data_set():

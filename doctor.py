@@ -1,0 +1,1008 @@
+"""Runs a training script on two processes and names the mistakes of docs/bugs.md that it makes.
+
+$ python doctor.py minimal/distributed.py
+
+Four parts: what is wrapped (a few functions of torch), what is recorded (events, a line of JSON
+each, a file for each process), what is judged (a small function for each mistake, over the events
+of all processes), what is told. It sends nothing between processes and changes no number. One
+file that needs nothing but torch.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import gc
+import hashlib
+import json
+import multiprocessing.process
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+PATIENCE = 15  # seconds in which a process does nothing, until it notes where it stands
+
+# ---- 1. What is wrapped, in each process, before the script begins
+
+
+def wrap(owner, name, before=None, after=None, waits=None):
+    """Call before(*args) ahead of owner.name, and after(result, *args) behind it.
+
+    waits: what it is, in words, if the call may wait there for other processes.
+    """
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        words = waits  # noqa: F841 - stands() reads it from the stack
+        if before:
+            before(*args, **kwargs)
+        result = real(*args, **kwargs)
+        if after:
+            after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, call)
+
+
+def install(folder, script):
+    """Wrap what is looked at, in this process; its record is a file in the folder."""
+    import torch
+
+    RECORD.open(folder, script)
+    if not torch.cuda.is_available():
+        use_cpus_for_gpus(torch, Path(script).read_text(errors="replace"))
+    wrap_processes()
+    wrap_collectives(torch.distributed)
+    wrap_models(torch)
+    wrap_training(torch)
+    wrap_loaders(torch.utils.data)
+    wrap_files(torch)
+
+
+def use_cpus_for_gpus(torch, text):
+    """Without GPUs a script that names them runs as it is: cuda is the CPU, nccl is gloo."""
+
+    def cpu(x):
+        number = type(x) is int
+        return "cpu" if number or (not torch.is_tensor(x) and str(x).startswith("cuda")) else x
+
+    def moving(real):
+        def to(self, *args, **kwargs):
+            return real(self, *map(cpu, args), **{key: cpu(x) for key, x in kwargs.items()})
+
+        return to
+
+    def device_count():  # libraries ask too, and would look for a driver
+        asks = sys._getframe(1).f_code.co_filename
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 2)) if is_users(asks) else 0
+
+    for owner in (torch.Tensor, torch.nn.Module):
+        owner.to = moving(owner.to)
+        owner.cuda = lambda self, *args, **kwargs: self
+    for name in ("set_device", "empty_cache", "synchronize"):
+        setattr(torch.cuda, name, lambda *args: None)
+    if "is_available" not in text:  # else it can do without
+        torch.cuda.device_count = device_count
+    ddp, dist = torch.nn.parallel.DistributedDataParallel, torch.distributed
+    init, join, load = ddp.__init__, dist.init_process_group, torch.load
+    dist.init_process_group = lambda backend=None, *a, **k: join("gloo", *a, **k | NO_DEVICE)
+    ddp.__init__ = lambda self, module, device_ids=0, output_device=0, *a, **k: init(
+        self, module, None, None, *a, **k
+    )
+    torch.load = lambda f, map_location=None, *a, **k: load(f, "cpu", *a, **k)
+
+
+NO_DEVICE = {"device_id": None}
+
+
+class Inside:
+    """What a process calls that the script starts by mp.spawn or Process(target=...)."""
+
+    def __init__(self, target):
+        self.target, self.given = target, (RECORD.folder, RECORD.script)
+
+    def __call__(self, *args, **kwargs):
+        forked = RECORD.folder  # then all is wrapped already
+        (RECORD.open if forked else install)(*self.given)
+        with noted_end():
+            return self.target(*args, **kwargs)
+
+
+def wrap_processes():
+    base = multiprocessing.process.BaseProcess
+    real = base.__init__
+
+    def begin(self, group=None, target=None, *args, **kwargs):
+        worker = getattr(target, "__module__", "").startswith("torch.utils.data")
+        real(self, group, Inside(target) if target and not worker else target, *args, **kwargs)
+
+    base.__init__ = begin
+
+
+COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
+scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_gather_object
+gather_object broadcast_object_list scatter_object_list monitored_barrier""".split()
+
+
+def wrap_collectives(dist):
+    def after(_, tensor, *args, **kwargs):  # what is sent in place
+        line = users_line(sys._getframe(1))
+        if getattr(tensor, "grad_fn", None) is not None:  # its graph does not know of it
+            tensor.register_hook(lambda gradient: note("gradient", line=line) and None)
+
+    def joined(*args, **kwargs):
+        note("group", rank=dist.get_rank(), local=os.environ.get("LOCAL_RANK"))
+
+    def new_group(_, ranks=None, *args, **kwargs):
+        if ranks is not None and len(ranks) < dist.get_world_size():
+            note("part")
+
+    def mesh(_, self, *args, **kwargs):
+        if self.ndim > 1:
+            note("part")
+
+    for name in COLLECTIVES:
+        noted = functools.partial(note, "collective", name=name)
+        in_place = after if name in ("all_reduce", "reduce", "broadcast") else None
+        wrap(dist, name, lambda *_, noted=noted, **__: noted(), in_place, waits=name)
+    wrap(dist, "init_process_group", after=joined, waits="init_process_group")
+    wrap(dist, "new_group", after=new_group)
+    wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh)
+    wrap(dist.algorithms.join.Join, "__enter__", before=lambda self: note("join"))
+
+
+MODELS = []  # those that DDP has wrapped
+NAMES = {}  # id of a parameter: (number of its model, its name)
+ORDERS = collections.defaultdict(list)  # model: what was done since its last step, (letter, line)
+FORWARD = "the forward pass of DDP"
+
+
+def wrap_models(torch):
+    ddp = torch.nn.parallel.DistributedDataParallel
+    inside = []  # models whose wrapped forward pass has begun, and not yet the plain one
+    validated = set()  # models that were validated since they were trained
+
+    def wrapped(_, self, *args, **kwargs):
+        number = len(MODELS)
+        MODELS.append(self)
+        NAMES.update({id(w): (number, name) for name, w in self.module.named_parameters()})
+        note("wrap", frozen=frozen())
+        self.module.register_forward_pre_hook(lambda module, _: plain_forward(self))
+
+    def forward(self, *args, **kwargs):
+        inside.append(self)
+        note_forward(self, "F" if self.require_backward_grad_sync else "f")
+
+    def note_forward(model, letter):
+        trains = model.module.training and torch.is_grad_enabled()
+        event = note("forward", trains=trains)
+        if trains:
+            ORDERS[MODELS.index(model)].append((letter, event["line"]))
+
+    def plain_forward(model):
+        if model in inside:
+            inside.remove(model)
+        else:
+            note_forward(model, "p")
+        if model.module.training:
+            validated.discard(model)
+        elif model not in validated:
+            validated.add(model)
+            buffers = model.module.named_buffers()
+            note("buffers", sums={name: total(buffer) for name, buffer in buffers})
+
+    def backward(*args, **kwargs):
+        event = note("backward")
+        for number in range(len(MODELS)):
+            ORDERS[number].append(("B", event["line"]))
+
+    def leave(*_):  # a DDP that outlives its group may abort
+        MODELS.clear()
+        validated.clear()
+        gc.collect()
+
+    wrap(torch.distributed, "destroy_process_group", before=leave)
+    wrap(ddp, "__init__", after=wrapped, waits="the constructor of DDP")
+    wrap(ddp, "forward", before=forward, waits=FORWARD)
+    wrap(torch.autograd, "backward", before=backward, waits="backward")
+
+
+def frozen():
+    """The names of the weights of wrapped models that get no gradient."""
+    models = [dict(model.module.named_parameters()) for model in MODELS]
+    return [n for named in models for n, weight in named.items() if not weight.requires_grad]
+
+
+def total(tensor):
+    """The same for the same bits."""
+    torch = sys.modules["torch"]
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return str(tensor.sum(dtype=torch.float64).item())
+
+
+def wrap_training(torch):
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    rates, scaler = torch.optim.lr_scheduler, torch.amp.GradScaler
+    steps, schedules, scaled = collections.Counter(), [], []
+
+    def step(optimizer, *_):
+        """Weights before a step: after it, some optimizers have still to send them."""
+        steps[optimizer] += 1
+        weights = [w for group in optimizer.param_groups for w in group["params"]]
+        mine = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
+        often = steps[optimizer] <= 50 or steps[optimizer] % 50 == 0
+        facts = {"weights": {f"{m}.{n}": total(w) for m, n, w in mine} if often else {}}
+        facts["order"] = {str(model): ORDERS.pop(model, []) for model in {m for m, *_ in mine}}
+        facts["lr"] = [float(group["lr"]) for group in optimizer.param_groups]
+        random = torch.get_rng_state().numpy().tobytes()
+        note("step", random=hashlib.md5(random).hexdigest(), **facts)
+
+    def loss(scores, target, weight=None, size_average=None, ignore_index=-100, *more, **k):
+        mean = k.get("reduction", more[1] if len(more) > 1 else "mean") == "mean"
+        if mean and torch.is_grad_enabled() and not target.is_floating_point():
+            kept = target[target != ignore_index]
+            counted = kept.numel() if weight is None else weight[kept].sum().item()
+            note("mean", counted=counted, all=counted == target.numel())
+
+    def new_schedule(_, self, *args, **kwargs):
+        length = getattr(self, "T_max", None) or getattr(self, "total_steps", None)
+        if length:
+            schedules.append(self)
+            note("schedule", number=len(schedules) - 1, length=length)
+
+    def rate(_, self, *args, **kwargs):
+        if self in schedules:
+            note("rate", number=schedules.index(self), done=self.last_epoch)
+
+    def scale(self, loss):
+        scaled[:] = [self] if self.is_enabled() else []
+
+    register_optimizer_step_pre_hook(step)
+    for name in ("cross_entropy", "nll_loss"):
+        wrap(torch.nn.functional, name, before=loss)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrap(torch.nn.utils, name, lambda *_, **__: note("clip", scaled=bool(scaled)))
+    wrap(scaler, "scale", before=scale)
+    wrap(scaler, "unscale_", before=lambda *_: scaled.clear())
+    wrap(scaler, "update", before=lambda *_: scaled.clear())
+    wrap(rates.LRScheduler, "__init__", after=new_schedule)
+    wrap(rates.LRScheduler, "step", after=rate)
+    plateau = lambda self, value, *_: note("plateau", value=str(float(value)))  # noqa: E731
+    wrap(rates.ReduceLROnPlateau, "step", before=plateau)
+    wrap(torch, "manual_seed", before=lambda seed: note("seed", seed=int(seed)))
+
+
+def wrap_loaders(data):
+    """Methods only: the iterator that a script gets is the one that torch made."""
+    from torch.utils._pytree import tree_leaves
+
+    iterator = data.dataloader._BaseDataLoaderIter
+    bases, passes = [], []  # data sets below all Subsets; passes over a loader
+
+    def made(_, self, *args, **kwargs):
+        self.doctors_line = users_line(sys._getframe(1))
+
+    def item(dataset, index):
+        """The name of an item: its data set's number, its index there."""
+        while isinstance(dataset, data.Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        if id(dataset) not in map(id, bases):
+            bases.append(dataset)
+        return f"{[*map(id, bases)].index(id(dataset))}:{index}"
+
+    def length(of):
+        try:
+            return len(of)
+        except TypeError:  # of a stream
+            return None
+
+    def forget(self):
+        if self._iterator is not None:  # workers that persist have read ahead
+            self._iterator.__dict__.pop("doctors_queue", None)
+
+    def begin(iterator, self):
+        sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
+        facts = {"batches": length(self), "length": length(sampler), "workers": self.num_workers}
+        facts |= {"made": self.doctors_line, "sampler": getattr(sampler, "doctors_line", None)}
+        facts |= {name: getattr(sampler, name, None) for name in ("seed", "rank", "shuffle")}
+        facts["padding"] = (getattr(sampler, "total_size", 0) or 0) - (length(self.dataset) or 0)
+        facts["trims"] = type(self).__module__.startswith("accelerate")  # in gather_for_metrics
+        iterator.doctors_pass = len(passes)
+        passes.append(note("pass", number=iterator.doctors_pass, **facts))
+
+    def asked(index, self):
+        self.__dict__.setdefault("doctors_queue", collections.deque()).append(index)
+
+    def got(batch, self):
+        """Each item is (name, sum of its label, of its image): a name may be of other data."""
+        index = self.doctors_queue.popleft()
+        index = index if type(index) is list else [index]
+        tensors = [x for x in tree_leaves(batch) if hasattr(x, "is_complex") and x.ndim]
+        if isinstance(self._dataset, data.IterableDataset):  # its items have no numbers
+            items = [(" ".join(map(total, tensors)), 0, 0)]
+        else:
+            sums = [x for x in tensors if len(x) == len(index)]
+            sums = [[*map(total, x)] for x in sorted(sums, key=lambda x: x.numel())] or [index]
+            names = [item(self._dataset, i) for i in index]
+            items = [(name, *(of[i] for of in (sums[0], sums[-1]))) for i, name in enumerate(names)]
+        grad = sys.modules["torch"].is_grad_enabled()
+        note("batch", number=getattr(self, "doctors_pass", -1), items=items, grad=grad)
+
+    wrap(data.DataLoader, "__init__", after=made)
+    wrap(data.DistributedSampler, "__init__", after=made)
+    wrap(data.DataLoader, "__iter__", forget, begin)
+    wrap(iterator, "_next_index", after=asked)
+    wrap(iterator, "__next__", after=got)
+
+
+def wrap_files(torch):
+    def path(file):
+        name = getattr(file, "name", file)
+        return os.path.abspath(name) if isinstance(name, (str, os.PathLike)) else None
+
+    def save(thing, file, *args, **kwargs):
+        inner = thing.values() if isinstance(thing, dict) else []
+        keys = [[*map(str, some)] for some in (thing, *inner) if isinstance(some, dict) and some]
+        of_wrapped = any(all(key.startswith("module.") for key in some) for some in keys)
+        note("save", path=path(file), of_wrapped=of_wrapped)
+
+    wrap(torch, "save", before=save)
+    wrap(torch, "load", before=lambda file, *_, **__: note("load", path=path(file)))
+
+
+# ---- 2. What is recorded: the events of a process, in their order
+
+
+class Record:
+    """A file of events, each written at once: what was seen outlives a crash."""
+
+    folder = script = pid = None
+
+    def open(self, folder, script):
+        self.folder, self.script, self.pid, self.count = folder, script, os.getpid(), 0
+        self.file = open(f"{folder}/{self.pid}.jsonl", "a", buffering=1)  # noqa: SIM115
+        threading.Thread(target=watch, daemon=True).start()
+
+
+RECORD = Record()
+LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.abspath(__file__))
+
+
+def note(kind, **facts):
+    """Write an event, with the line of the user's code in which it is; returns it."""
+    event = {"kind": kind, "line": users_line(sys._getframe(1))} | facts
+    if os.getpid() == RECORD.pid:  # not in the workers of a loader
+        RECORD.count += 1
+        RECORD.file.write(json.dumps(event) + "\n")
+    return event
+
+
+@functools.cache
+def is_users(file):
+    return not file.startswith(LIBRARIES) and "site-packages" not in file
+
+
+@functools.cache
+def short(file):
+    return os.path.relpath(file, os.path.dirname(os.path.abspath(RECORD.script)))
+
+
+def users_line(frame):
+    """The innermost line of the user's own code, as "train.py:48"."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
+
+
+def watch():
+    """A thread: where nothing has happened for a while, note where the process stands."""
+    seen, cpu, since = -1, 0.0, time.monotonic()
+    while True:
+        time.sleep(1)
+        used, polls = time.process_time(), sys.modules["torch"].cuda.is_initialized()
+        computes = used - cpu > 0.2 and not polls  # with GPUs, it is busy while it waits
+        if RECORD.count != seen or computes:
+            since = time.monotonic()
+        seen, cpu = RECORD.count, used
+        if time.monotonic() - since > PATIENCE:
+            frame = sys._current_frames()[threading.main_thread().ident]
+            line, waits = users_line(frame), None
+            while frame is not None and not waits:
+                mine = frame.f_code.co_filename == __file__
+                waits, frame = frame.f_locals.get("words") if mine else None, frame.f_back
+            note("stands", line=line, waits=waits)
+            since = time.monotonic()
+            seen = RECORD.count
+
+
+class noted_end:
+    """Around a script: note how it ends."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        good = error is None or (kind is SystemExit and not error.code)
+        line = "?"
+        while trace is not None:
+            file = trace.tb_frame.f_code.co_filename
+            line = f"{short(file)}:{trace.tb_lineno}" if is_users(file) else line
+            trace = trace.tb_next
+        note("end", line=line, error="" if good else f"{kind.__name__}: {error}", frozen=frozen())
+
+
+def of(events, *kinds):
+    return [event for event in events if event["kind"] in kinds]
+
+
+def read(folder):
+    """The processes, by rank where they are a group, each {"events": [...], "passes": [...]}."""
+    joined, others = {}, []
+    for path in Path(folder).glob("*.jsonl"):
+        lines = path.read_text().splitlines()
+        events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
+        events = [event | {"place": place} for place, event in enumerate(events)]
+        process = {"events": events, "passes": passes_of(events)}
+        others.append(process)
+        joined |= {group["rank"]: process for group in of(events, "group")}
+    return [joined[rank] for rank in sorted(joined)] or others
+
+
+def passes_of(events):
+    """Each pass over a loader: its items, and what was done with them."""
+    passes, now = {}, None
+    for event in events:
+        if event["kind"] == "pass":
+            new = {"items": [], "read": 0, "trained": False, "validated": False}
+            passes[event["number"]] = event | new
+        elif event["kind"] == "batch" and event["number"] in passes:
+            now = passes[event["number"]]
+            now["items"] += map(tuple, event["items"])
+            now |= {"read": now["read"] + 1, "last": event["place"]}
+            now["validated"] |= not event["grad"]
+        elif now:
+            now["trained"] |= event["kind"] == "backward"
+            now["validated"] |= event["kind"] == "forward" and not event["trains"]
+    for one in passes.values():
+        one |= {"validated": one["validated"] and not one["trained"]}
+        one["whole"] = one["read"] == one["batches"]
+    return [one for one in passes.values() if one["read"]]
+
+
+# ---- 3. What is judged. A judge is asked about a row, the same event or pass in each process by
+# rank, or about all processes. It returns (line, text), or nothing. Its docstring names the
+# mistake's place in docs/bugs.md.
+
+
+def rows(run, kind):
+    """The n-th events of a kind in all processes, side by side."""
+    return zip(*(of(process["events"], kind) for process in run), strict=False)
+
+
+def rounds(run, what):
+    """The same pass over a loader in all processes, side by side."""
+    tables = []
+    for process in run:
+        tables.append({})
+        for one in process["passes"]:
+            count = sum(line == one["line"] for line, _ in tables[-1])
+            tables[-1][one["line"], count] = one
+    found = [[table.get(key) for table in tables] for key in tables[0]]
+    return [row for row in found if all(one and one[what] for one in row)]
+
+
+def apart(run):
+    """The step before the first at which a weight of a wrapped model differs, with its name."""
+    before = {}
+    for row in rows(run, "step"):
+        for name, value in row[0]["weights"].items():
+            model, _, name_there = name.partition(".")
+            if any(event["weights"].get(name, value) != value for event in row):
+                row = before.get(model, row)
+                return [e | {"name": name_there, "order": e["order"][model]} for e in row]
+        before |= dict.fromkeys(row[0]["order"], row)
+
+
+def differ(row, fact):
+    return any(event[fact] != row[0][fact] for event in row)
+
+
+def noted(run, kind):
+    return any(of(process["events"], kind) for process in run)
+
+
+def each(row, fact):
+    """ "719 and 718" """
+    return " and ".join(f"{event[fact]}" for event in row)
+
+
+def same_rank(row, run):
+    return None not in [one["rank"] for one in row] and len({one["rank"] for one in row}) < len(row)
+
+
+def names(one, parts=1):
+    """The names of a pass's items; 2 parts: with labels."""
+    return [item[:parts] for item in one["items"]]
+
+
+def reads_all(row, run):
+    """every-process-reads-all-images"""
+    sets = [{*names(one, parts=2)} for one in row]
+    alike = len(set.intersection(*sets)) > 0.9 * len(set.union(*sets))
+    if alike and row[0]["whole"] and row[0]["length"] and not same_rank(row, run):
+        return row[0]["made"], f"each process reads all {len(sets[0])} items: there is no sampler"
+
+
+def reads_the_stream(row, run):
+    """every-process-reads-the-whole-stream"""
+    if row[0]["length"] is None and row[0]["read"] > 1 and not differ(row, "items"):
+        return row[0]["made"], "each process reads the whole stream: __iter__ must give it a part"
+
+
+def rank_in_sampler(row, run):
+    """local-rank-in-the-sampler"""
+    if same_rank(row, run):
+        return row[0]["sampler"], f"the processes' samplers have rank {each(row, 'rank')}"
+
+
+def same_order(row, run):
+    """set_epoch-is-forgotten"""
+    passes = [one for one in run[0]["passes"] if one["line"] == row[0]["line"]]
+    before = passes[passes.index(row[0]) - 1] if row[0] != passes[0] else None
+    if before and row[0]["shuffle"] and names(row[0]) == names(before):
+        return row[0]["line"], "the order is that of the epoch before: call set_epoch()"
+
+
+def sampler_without_seed(row, run):
+    """the-sampler-does-not-get-the-seed"""
+    seeds = [event["seed"] for process in run for event in of(process["events"], "seed")]
+    if row[0]["shuffle"] and row[0]["seed"] == 0 and seeds and min(seeds) >= len(run):
+        return row[0]["sampler"], f"the seed is {min(seeds)}, that of the sampler is always 0"
+
+
+def all_cores(row, run):
+    """all-cores-for-each-process"""
+    if all(one["workers"] >= os.cpu_count() > 1 for one in row):
+        workers = sum(one["workers"] for one in row)
+        return row[0]["made"], f"{workers} workers for one loader, and {os.cpu_count()} cores"
+
+
+def uneven_parts(row, run):
+    """one-process-has-one-step-more"""
+    if row[0]["length"] and differ(row, "length") and not noted(run, "join"):
+        text = f"the processes have {each(row, 'length')} items, {each(row, 'batches')} batches"
+        return row[0]["made"], f"{text}: one with a batch more waits for the others in vain"
+
+
+def own_split(row, run):
+    """each-process-makes-its-own-split"""
+    trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
+    both = set.union(*trained) & set.union(*validated)
+    if both and not any(a & b for a, b in zip(trained, validated, strict=True)):
+        return row[0]["made"], f"{len(both)} items that one process validates, another trains with"
+
+
+def items_of(process, what):
+    return {item for one in process["passes"] if one[what] for item in one["items"]}
+
+
+def padded(row, run):
+    """padded-validation"""
+    items = [name for one in row for name in names(one)]
+    twice = len(items) - len({*items})
+    if all(one["whole"] and not one["trims"] for one in row) and twice == row[0]["padding"] > 0:
+        text = f"the sampler repeats {twice} of {len({*items})} items, for equal parts"
+        return row[0]["sampler"], text
+
+
+REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_tensor"}
+REDUCING |= {"all_gather_object", "gather_object"}
+
+
+def added_up(one, process):
+    """Whether numbers of all processes came together, in a validation or after it."""
+    events, last = process["events"], one["last"]
+    steps = (i for i in range(last, len(events)) if events[i]["kind"] == "step")
+    until = events[one["place"] : next(steps, len(events))]
+    return any(event["name"] in REDUCING for event in of(until, "collective"))
+
+
+def one_part(row, run):
+    """only-one-part-is-counted"""
+    whole = all(one["whole"] for one in row) and all(of(p["events"], "end") for p in run)
+    overlap = set.intersection(*[{*names(one)} for one in row])
+    if whole and not overlap and not added_up(row[0], run[0]):
+        return row[0]["line"], "each process validates a part, and nothing is added up"
+
+
+def all_validated(row, run):
+    """every-process-validates-all-images"""
+    if row[0]["whole"] and not differ(row, "items") and added_up(row[0], run[0]):
+        text = f"each process validates all {len(row[0]['items'])} items: a sum counts them"
+        return row[0]["made"], f"{text} {len(run)} times"
+
+
+def same_seed(row, run):
+    """the-same-seed-everywhere"""
+    if not differ(row, "random"):
+        seeds = of(run[0]["events"], "seed") or row
+        return seeds[-1]["line"], "all processes draw the same random numbers"
+
+
+# Asked about the step before the first at which a wrapped model's weights differ.
+
+
+# In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
+# of the plain model, B a backward. The line is that of the letter in brackets.
+WRONG_ORDERS = {
+    "(p)": ("the-plain-model-is-trained", "the plain model is trained: nothing is averaged"),
+    "^[^F]*(f)[^F]*$": ("no_sync-is-one-off", "all parts of a step are in no_sync()"),
+    "F[^F]*(f)[^F]*$": ("no_sync-around-backward-alone", "the last forward pass is in no_sync()"),
+    "FFB(B)": ("two-forwards-then-two-backwards", "this second backward's gradients stay local"),
+}
+
+
+def wrong_order(row, run):
+    """training: the place that WRONG_ORDERS names"""
+    letters, lines = zip(*row[0]["order"], strict=True) if row[0]["order"] else ("", "")
+    for pattern, (place, text) in WRONG_ORDERS.items():
+        if found := re.search(pattern, "".join(letters)):
+            return lines[found.start(1)], text, place
+
+
+def one_resumes(row, run):
+    """only-rank-0-resumes"""
+    loads = [of(process["events"], "load") for process in run]
+    if len({*map(len, loads)}) > 1:
+        rank = min(range(len(run)), key=lambda rank: len(loads[rank]))
+        return max(loads, key=len)[-1]["line"], f"rank {rank} does not load it"
+
+
+def unfrozen(row, run):
+    """unfrozen-after-wrapping"""
+    for wrap in of(run[0]["events"], "wrap"):
+        if row[0]["name"] in wrap["frozen"]:
+            text = f"{row[0]['name']} was frozen when DDP wrapped it: its gradients"
+            return wrap["line"], f"{text} are not averaged"
+
+
+def own_decision(row, run):
+    """each-process-lowers-its-own-learning-rate"""
+    if differ(row, "value"):
+        return row[0]["line"], f"each process decides by its own number: {each(row, 'value')}"
+
+
+def read_too_early(run):
+    """read-before-rank-0-has-saved"""
+
+    def calls(events, event):  # in which it has met the others
+        return len(of(events[: event["place"]], "collective", "backward"))
+
+    records = [process["events"] for process in run]
+    pairs = [(a, b) for a in records for b in records if a is not b]
+    for writer, reader, save in ((a, b, save) for a, b in pairs for save in of(a, "save")):
+        for load in of(reader, "load"):
+            same = save["path"] and load["path"] == save["path"]
+            if same and calls(writer, save) == calls(reader, load):
+                text = f"it may be read before another process has saved it ({save['line']})"
+                return load["line"], f"{text}: no barrier() is between"
+
+
+def weights_differ(row, run):
+    """the-plain-model-is-trained"""
+    others = any(judge(row, run) for judge in CAUSES) or noted(run, "gradient")
+    late = read_too_early(run) or any(differ(r, "lr") for r in rows(run, "step"))
+    if not others and not late:
+        return row[0]["line"], f"from here on {row[0]['name']} differs between the processes"
+
+
+CAUSES = [wrong_order, one_resumes, unfrozen]
+
+# Asked about single events.
+
+
+def reduced_loss(row, run):
+    """the-loss-is-reduced-before-backward"""
+    return row[0]["line"], "backward() goes through what was reduced here, as if it had not been"
+
+
+def own_count(row, run):
+    """a-mean-over-what-each-process-counts"""
+    if differ(row, "counted") and not all(event["all"] for event in row):
+        return row[0]["line"], f"the means of the loss are over {each(row, 'counted')} items"
+
+
+def clipped_scaled(row, run):
+    """clipped-before-unscale_"""
+    if row[0]["scaled"]:
+        return row[0]["line"], "the gradients are still scaled: call scaler.unscale_() first"
+
+
+def own_schedule(row, run):
+    """a-schedule-counted-in-one-processs-images"""
+    rates = of(run[0]["events"], "rate")
+    done = max([e["done"] for e in rates if e["number"] == row[0]["number"]], default=0)
+    length, ended = row[0]["length"], [event["error"] for event in of(run[0]["events"], "end")]
+    if done > 9 and ended == [""] and abs(length / done / len(run) - 1) < 0.05:
+        return row[0]["line"], f"the schedule has {length} steps, and {done} were done"
+
+
+def own_batchnorm(row, run):
+    """batchnorm-statistics-of-ones-own"""
+    if differ(row, "sums"):
+        name = next(k for k in row[0]["sums"] if len({str(e["sums"].get(k)) for e in row}) > 1)
+        return row[0]["line"], f"{name} differs between the processes when they validate"
+
+
+def wrapped_saved(row, run):
+    """the-wrapped-model-is-saved"""
+    if row[0]["of_wrapped"]:
+        return row[0]["line"], 'the keys begin with "module.": save the plain model'
+
+
+# Asked about the whole run.
+
+
+def all_save(run):
+    """every-process-saves: or local-rank-0-is-taken-for-rank-0"""
+    writers = collections.defaultdict(dict)
+    for process in run:
+        (local,) = [event["local"] for event in of(process["events"], "group")[:1]]
+        for save in of(process["events"], "save"):
+            writers[save["path"]][id(process)] = (local, save["line"])
+    for path, by in writers.items():
+        locals_, lines = zip(*by.values(), strict=True)
+        text = f"{len(by)} processes write {os.path.basename(path)}" if path else ""
+        if path and len(by) > 1 and {*locals_} == {"0"}:
+            return lines[0], f"{text}, as local rank 0", "local-rank-0-is-taken-for-rank-0"
+        if path and len(by) > 1:
+            return lines[0], text
+
+
+def ends(run):
+    return [(of(process["events"], "end") or [{"error": None}])[-1] for process in run]
+
+
+def stops_early(run):
+    """rank-0-stops-early"""
+    good = [rank for rank, end in enumerate(ends(run)) if end["error"] == ""]
+    for end in ends(run):
+        if good and re.search("closed by peer|reset by peer", end["error"] or ""):
+            return end["line"], f"it waits here for rank {good[0]}, which has ended its training"
+
+
+def frozen_late(run):
+    """frozen-after-wrapping"""
+    for end in ends(run):
+        if "finished reduction in the prior" in (end["error"] or ""):
+            wrap = of(run[0]["events"], "wrap")[-1]
+            late = {*end["frozen"]} - {*wrap["frozen"]}
+            return wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late)) or 'none'}"
+
+
+def standing(run):
+    """(the last event of each, those that wait for others, all in words)"""
+    last, said = [process["events"][-1] for process in run], []
+    waiting = [event for event in last if event["kind"] == "stands" and event["waits"]]
+    for rank, event in enumerate(last):
+        doing = f"waits in {event['waits']}" if event in waiting else "is"
+        ended = event["kind"] == "end"
+        said.append(f"rank {rank} " + ("has ended" if ended else f"{doing} at {event['line']}"))
+    return last, waiting, ", ".join(said)
+
+
+def one_prepares(run):
+    """rank-0-prepares-for-longer-than-the-timeout"""
+    last, waiting, said = standing(run)
+    if waiting and any(event["kind"] == "stands" and event not in waiting for event in last):
+        return waiting[0]["line"], f"{said}: will the timeout be longer?"
+
+
+def hang(run):
+    """it-hangs-or-fails-late: or the place of a mistake that explains it"""
+    last, waiting, said = standing(run)
+    if not waiting or one_prepares(run):
+        return None
+    waiting.sort(key=lambda event: event["waits"] not in COLLECTIVES)
+    forwards = [of(process["events"], "forward")[-1:] for process in run]
+    alone = [e for e, f in zip(last, forwards, strict=True) if f and not f[0]["trains"]]
+    alone = [event for event in alone if event.get("waits") == FORWARD]
+    if alone:
+        return alone[0]["line"], said, "the-wrapped-model-on-rank-0-alone"
+    if any(uneven_parts(row, run) for row in rounds(run, "trained")):
+        return waiting[0]["line"], said, "one-process-has-one-step-more"
+    if "backward" in {event["waits"] for event in waiting}:
+        return waiting[0]["line"], said, "a-branch-that-depends-on-a-processs-own-data"
+    return waiting[0]["line"], said, "all_reduce-on-rank-0-alone"
+
+
+def batch_per_process(run, alone):
+    """the-batch-size-is-per-process"""
+    for row, (one, *_) in zip(rounds(run, "trained"), rounds(alone, "trained"), strict=False):
+        step, single = (len(p["items"]) // p["read"] for p in (row[0], one))
+        if step * len(run) > 1.5 * single:
+            text = f"a step takes {step * len(run)} items; with one process {single}"
+            return row[0]["made"], text
+
+
+def epoch_repeated(run, again):
+    """the-resumed-run-repeats-an-epoch"""
+    before = [names(one) for one in run[0]["passes"] if one["trained"]]
+    after = [one for one in again[0]["passes"] if one["trained"]]
+    if after and before[1:] and before[0] != names(after[0]) == before[-1]:
+        return after[0]["line"], "the run that resumes begins with the epoch that was done"
+
+
+# What each judge is asked about: passes in which a model was trained or validated, the step of
+# apart(), the n-th event of a kind in all processes, an event of rank 0, or the whole run.
+MISTAKES = {
+    "trained": [reads_the_stream, rank_in_sampler, same_order],
+    "validated": [own_split, padded],
+    "apart": [*CAUSES, weights_differ],
+    "plateau": [own_decision],
+    "rank 0: gradient": [reduced_loss],
+    "rank 0: clip": [clipped_scaled],
+    "run": [read_too_early, all_save, stops_early, frozen_late, hang],
+}
+HINTS = {  # often wrong, and may be meant
+    "run": [one_prepares],
+    "trained": [reads_all, sampler_without_seed, all_cores, uneven_parts],
+    "validated": [one_part, all_validated],
+    "step": [same_seed],
+    "mean": [own_count],
+    "buffers": [own_batchnorm],
+    "rank 0: schedule": [own_schedule],
+    "rank 0: save": [wrapped_saved],
+}
+
+
+def asked(run, about):
+    if about in ("trained", "validated"):
+        return rounds(run, about)
+    if about == "apart":
+        return filter(None, [apart(run)])
+    if about.startswith("rank 0: "):
+        return [[event] for event in of(run[0]["events"], about[8:])]
+    return rows(run, about)
+
+
+def findings(run, alone=None, again=None):
+    """[(certain, line, text, place in docs/bugs.md)], each once, mistakes first."""
+    said = []
+    together = len(run) > 1 and noted(run, "group")
+    for certain, table in ((True, MISTAKES), (False, HINTS)) if together else ():
+        for about, judge in ((key, judge) for key in table for judge in table[key]):
+            if noted(run, "part") and about != "run" and "rank 0" not in about:
+                continue  # some processes may differ on purpose, others read the same
+            answers = [judge(run)] if about == "run" else [judge(r, run) for r in asked(run, about)]
+            said += [(certain, judge, *answer) for answer in answers if answer]
+    said += [(False, batch_per_process, *a) for a in [alone and batch_per_process(run, alone)] if a]
+    said += [(True, epoch_repeated, *a) for a in [again and epoch_repeated(run, again)] if a]
+    once = {}
+    for certain, judge, line, text, *place in said:
+        place = f"docs/bugs.md#{place[0] if place else judge.__doc__.partition(':')[0]}"
+        once.setdefault((place, line), (certain, line, text, place))
+    return [*once.values()]
+
+
+# ---- 4. What is told
+
+
+def tell(run, found, code, seconds):
+    """Print the report; returns the exit code. code: the launcher's."""
+    mistakes = [one for one in found if one[0]]
+    print(f"\n mistakes: {len(mistakes)}, hints: {len(found) - len(mistakes)}")
+    for certain, line, text, place in found:
+        print(f" {line}  {'' if certain else 'hint: '}{text}  → {place}")
+    for rank, end in enumerate(ends(run)):
+        if end["error"]:
+            print(f" {end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
+    if not noted(run, "group"):
+        print(" the script joins no process group of torch: there is nothing to compare")
+    for process in run[:1]:
+        steps, calls = (len(of(process["events"], kind)) for kind in ("step", "collective"))
+        seen = f"{steps} steps, {len(process['passes'])} passes over loaders, {calls} collectives"
+        print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s")
+    # gloo may abort while Python ends: that is not the script's.
+    well = bool(run) and all(end["error"] == "" for end in ends(run))
+    if code and not well:
+        print(f" it ended with exit code {code}")
+    return 1 if mistakes or (code and not well) else 0
+
+
+def examine(args, processes, folder):
+    """(run, exit code): the script once on so many processes, to its end or until it hangs."""
+    os.mkdir(folder)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += [f"--nproc-per-node={processes}"]
+    if args.by:
+        launcher = shlex.split(args.by)
+    elif "spawn(" in Path(args.script).read_text(errors="replace"):  # it starts them itself
+        launcher = [sys.executable]
+    command = [*launcher, os.path.abspath(__file__), os.path.abspath(args.script), *args.flags]
+    job = subprocess.Popen(command, env=os.environ | {"DOCTOR": f"{args.nodes} {folder}"})
+    try:
+        while job.poll() is None:
+            time.sleep(0.5)
+            last = last_events(folder).values()
+            still = all(event["kind"] in ("stands", "end") for event in last)
+            places = {event["line"] for event in last}  # one place: it may be slow there
+            if still and len(places) > 1 and any(event.get("waits") for event in last):
+                stop(folder)
+    finally:
+        stop(folder)
+    return read(folder), job.wait()
+
+
+def last_events(folder):
+    """{process id: its last event}"""
+    found = {}
+    for path in Path(folder).glob("*.jsonl"):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20_000))
+            line = file.read().splitlines()[-1:]
+        short = line and line[0].startswith(b"{") and line[0].endswith(b"}")  # as a step may not be
+        found[int(path.stem)] = json.loads(line[0]) if short else {"kind": "?", "line": "?"}
+    return found
+
+
+def stop(folder):
+    for pid, event in last_events(folder).items():
+        if event["kind"] != "end":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def be_examined(nodes, folder):
+    """In a process of the script: wrap, then run it as if it was started alone."""
+    sys.argv = sys.argv[1:]
+    if nodes > 1:  # play machines: on each of them the numbers begin at 0
+        size = int(os.environ["WORLD_SIZE"]) // nodes
+        local = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": int(os.environ["RANK"]) % size}
+        os.environ |= {name: str(number) for name, number in local.items()}
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    install(folder, sys.argv[0])
+    with noted_end():
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main():
+    about = "run a training script on several processes, and name the mistakes that it makes"
+    parser = argparse.ArgumentParser(description=about)
+    add = parser.add_argument
+    add("-n", type=int, default=2, metavar="N", help="how many processes (default: 2)")
+    add("--nodes", type=int, default=1, metavar="N", help="play so many machines with them")
+    add("--against-one", action="store_true", help="run it with one process too, and compare")
+    add("--twice", action="store_true", help="start it again when it has ended: does it resume?")
+    add("--by", metavar="COMMAND", help="start it by another launcher, such as 'srun -n2 python'")
+    add("script", help="your script")
+    add("flags", nargs=argparse.REMAINDER, help="and its flags")
+    args = parser.parse_args()
+    if not os.path.isfile(args.script):
+        parser.error(f"{args.script} is no file")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        run, code = examine(args, args.n, f"{folder}/run")
+        again, _ = examine(args, args.n, f"{folder}/again") if args.twice else (None, 0)
+        alone, _ = examine(args, 1, f"{folder}/alone") if args.against_one else (None, 0)
+    sys.exit(tell(run, findings(run, alone, again), code, time.monotonic() - began))
+
+
+if __name__ == "__main__":
+    if "DOCTOR" in os.environ:
+        import doctor  # by this name: processes that the script starts look for it there
+
+        nodes, _, folder = os.environ["DOCTOR"].partition(" ")
+        doctor.be_examined(int(nodes), folder)
+    else:
+        main()

@@ -1,0 +1,232 @@
+"""doctor.py names the mistakes of bugs/, at their lines, and nothing in scripts that are right."""
+
+import re
+import shutil
+import time
+
+import pytest
+import torch
+from conftest import PYTHON, ROOT, full, run
+
+import doctor
+from tests.docs.copies import USER, edited, equal, patched
+from tests.docs.ranks import good
+from tests.docs.test_docs import anchors
+
+PAGE = (ROOT / "docs/doctor.md").read_text()
+DOCTOR = [PYTHON, ROOT / "doctor.py"]
+FINDING = re.compile(r"^ (\S+):(\d+)  (.*)  → docs/bugs\.md#(\S+)$", re.M)
+# What the line says that is named, and flags. Those without a mark are quick, and run first.
+LOOP, MODEL = "for images, target in train_loader:", "model = Dist"
+NAMED = {
+    "all_reduce_on_rank_0": ["dist.all_reduce(correct)"],
+    "batch_per_process": ["train_loader = ", "--against-one"],
+    "branch_on_data": ["output = model("],
+    "clip_before_unscale": ["clip_grad_norm_"],
+    "early_stop_on_rank_0": ["output = model("],
+    "freeze_after_wrap": [MODEL],
+    "local_rank_0": ["torch.save", "--nodes=2"],
+    "local_rank_in_sampler": ["sampler = Dist", "--nodes=2"],
+    "loss_all_reduced": ["dist.all_reduce(loss)"],
+    "masked_mean": ["loss = "],
+    "model_on_rank_0": ["output = model("],
+    "module_keys": ["torch.save"],
+    "net_in_training": ["output = net("],
+    "no_all_reduce": ["for images, target in val_loader:"],
+    "no_barrier_after_save": ["torch.load"],
+    "no_sampler": ["train_loader = "],
+    "no_set_epoch": [LOOP],
+    "no_sync_around_backward": ["output = model("],
+    "no_sync_off_by_one": ["output = model("],
+    "own_batchnorm": ["output = net("],
+    "padded_validation": ["val_sampler = "],
+    "plateau_per_process": ["scheduler.step"],
+    "rank_0_prepares": ["dist.barrier()"],
+    "resume_on_rank_0": ["torch.load"],
+    "resume_repeats_epoch": [LOOP, "--twice"],
+    "same_seed": ["torch.manual_seed"],
+    "sampler_without_seed": ["sampler = Dist"],
+    "save_on_every_rank": ["torch.save"],
+    "schedule_of_one_gpu": ["scheduler = "],
+    "split_per_process": ["val_loader = "],
+    "stream_not_shared": ["train_loader = "],
+    "ratio_all_reduced": ["dist.all_reduce(sums)"],
+    "two_forwards": ["flipped, target"],
+    "unfreeze_after_wrap": [MODEL],
+    "uneven_parts": ["train_loader = ", "-n3"],
+    "validation_not_shared": ["val_loader = "],
+    "workers_per_process": ["train_loader = "],
+}
+NOT_NAMED = {"f1_per_process", "longer_schedule", "mean_of_means", "ratio_per_process"}
+# It is the same call on another number.
+OTHER_PLACE = {"ratio_all_reduced": "the-loss-is-reduced-before-backward"}
+QUICK = ["padded_validation", "net_in_training", "no_set_epoch"]
+SAMPLE = ["all_reduce_on_rank_0", "no_sync_around_backward", "save_on_every_rank", "same_seed"]
+SAMPLE += ["loss_all_reduced", "two_forwards", "unfreeze_after_wrap"]  # a kind each; all: a soak
+WHOLE = {"early_stop_on_rank_0", "schedule_of_one_gpu"}  # all five epochs
+
+
+def examined(folder, *words, code=0, env=None, timeout=100):
+    """What the doctor says of a script: [(line number, text, place)], and its whole output."""
+    output = run([*DOCTOR, *words], folder, env=USER | (env or {}), code=code, timeout=timeout)
+    assert re.search(r"^ mistakes: \d+, hints: \d+$", output, re.M), output
+    return [
+        (int(number), text, place) for _, number, text, place in FINDING.findall(output)
+    ], output
+
+
+def copied(folder, name=None, epochs=2):
+    """minimal/distributed.py with a mistake."""
+    script = shutil.copy(ROOT / "minimal/distributed.py", folder / "script.py")
+    assert not name or patched(script, f"bugs/{name}.diff")
+    text = (folder / "script.py").read_text()
+    (folder / "script.py").write_text(edited(text, [("EPOCHS = 5", f"EPOCHS = {epochs}")]))
+    return folder / "script.py"
+
+
+def heading_of(name):
+    """The place in docs/bugs.md that shows a mistake's diff."""
+    before = (ROOT / "docs/bugs.md").read_text().partition(f"generated: bug {name} -->")[0]
+    title = re.findall(r"^### (.*)$", before, re.M)[-1]
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+MARKS = {name: [pytest.mark.full] for name in SAMPLE} | {name: [] for name in QUICK}
+NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.soak)) for name in NAMED]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_the_mistake_and_nothing_else(name, tmp_path):
+    said, *flags = NAMED[name]
+    if name == "resume_on_rank_0":
+        good(copied(tmp_path, epochs=1), ranks=2)  # there is a digits.pth
+    script = copied(tmp_path, name, 5 if name in WHOLE else 2)
+    output = run(["sh", "-c", '"$@"; true', "-", *DOCTOR, *flags, script], tmp_path, env=USER)
+    found = FINDING.findall(output)
+    assert [place for *_, place in found] == [OTHER_PLACE.get(name) or heading_of(name)], output
+    assert said in script.read_text().splitlines()[int(found[0][1]) - 1], output
+    assert "Traceback" not in output.partition(" mistakes:")[2], output
+
+
+@pytest.mark.full
+def test_the_example_of_the_page(tmp_path):
+    """docs/doctor.md: the command says what is shown, but for its time."""
+    sample, command = re.search(r"```sh\n(.*?)\n```\n\n```text\n(.*?)```", PAGE, re.S).group(2, 1)
+    (tmp_path / "minimal").mkdir()
+    script = shutil.copy(ROOT / "minimal/distributed.py", tmp_path / "minimal")
+    assert patched(script, "bugs/padded_validation.diff")
+    shutil.copy(ROOT / "doctor.py", tmp_path)
+    output = run(["env", *command.split()], tmp_path, env=USER, code=1)
+    assert re.sub(r"\d+ s\n", "", sample) in re.sub(r"\d+ s\n", "", output)
+
+
+def test_every_mistake_is_named_or_is_known_not_to_be():
+    """docs/doctor.md says which are not."""
+    there = {path.stem for path in (ROOT / "bugs").glob("*.diff")}
+    assert NAMED.keys() | NOT_NAMED == there and not NAMED.keys() & NOT_NAMED
+    assert all(f"bugs.md#{heading_of(name)}" in PAGE for name in NOT_NAMED)
+
+
+RIGHT = ["distributed", *map(full, ["multiprocessing_distributed", "fsdp_distributed"])]
+OTHERS = ["by_hand", "libraries/with_accelerate", "libraries/with_fabric"]
+RIGHT += [pytest.param(name, marks=pytest.mark.soak) for name in OTHERS]
+SAME_BITS = {"distributed", "by_hand"}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_finds_nothing_in_a_right_script_and_changes_no_bit(name, tmp_path):
+    text = (ROOT / f"minimal/{name}.py").read_text()
+    script = tmp_path / "script.py"
+    dropout = ("nn.Flatten(),", "nn.Flatten(), nn.Dropout(),")  # a number drawn would show
+    edits = [("EPOCHS = 5", "EPOCHS = 2"), *([dropout] if name in SAME_BITS else [])]
+    script.write_text(edited(text, edits))
+    found, output = examined(tmp_path, script)
+    assert not found and "looked at 2 processes, each: 44 steps, 4 passes" in output
+    if name in SAME_BITS:
+        weights = torch.load(tmp_path / "digits.pth", weights_only=True)
+        good(script, ranks=2)
+        assert equal(torch.load(tmp_path / "digits.pth", weights_only=True), weights)
+
+
+@pytest.mark.full
+def test_finds_nothing_in_the_full_script(work, tmp_path):
+    words = "--data data/digits --epochs 2 --arch tests.nets:plain --image-size 24 -b 48".split()
+    env = {"PYTHONPATH": str(ROOT)}
+    flags = ["--checkpoint-dir", tmp_path / "c"]
+    found, output = examined(work, ROOT / "distributed.py", *words, *flags, env=env)
+    assert not found and "looked at 2 processes" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dataparallel", "one_gpu"])
+def test_a_script_without_a_group_is_not_compared(name, tmp_path):
+    text = (ROOT / f"minimal/{name}.py").read_text()
+    (tmp_path / "script.py").write_text(edited(text, [("EPOCHS = 5", "EPOCHS = 1")]))
+    assert "joins no process group" in examined(tmp_path, "script.py")[1]
+
+
+OWN_DATA = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+dist.init_process_group("nccl")
+rank, seeded = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+device = torch.device("cuda", rank)
+data = TensorDataset(torch.randn(200, 8, generator=seeded), torch.arange(200) // 50)
+train_set, val_set = random_split(data, [0.8, 0.2], seeded)
+model = DistributedDataParallel(torch.nn.Linear(8, 4).cuda(), device_ids=[rank])
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(2):
+    for images, _ in DataLoader(train_set, 40, shuffle=True, generator=seeded):
+        mine = model(images.to(device, non_blocking=True))
+        scores = [torch.zeros_like(mine) for _ in range(2)]
+        dist.all_gather(scores, mine)
+        scores[rank] = mine  # with its graph: that is how contrastive losses are written
+        optimizer.zero_grad()
+        torch.cat(scores).square().mean().backward()
+        optimizer.step()
+    count = torch.zeros(1)
+    with torch.no_grad():
+        for _, target in DataLoader(val_set, 40):
+            count += len(target)
+    dist.all_reduce(count)
+"""
+
+
+@pytest.mark.full
+def test_finds_nothing_where_each_process_has_its_own_part(tmp_path):
+    """Items have the same numbers and labels in both, and are others. It names GPUs, too."""
+    (tmp_path / "script.py").write_text(OWN_DATA)
+    found, output = examined(tmp_path, "script.py")
+    assert not [text for _, text, _ in found if not text.startswith("hint")], output
+
+
+def test_every_place_is_a_heading_of_the_page():
+    judges = [
+        judge for table in (doctor.MISTAKES, doctor.HINTS) for of in table.values() for judge in of
+    ]
+    places = {judge.__doc__.partition(":")[0] for judge in judges}
+    places |= {place for place, _ in doctor.WRONG_ORDERS.values()}
+    assert places <= anchors((ROOT / "docs/bugs.md").read_text())
+
+
+@pytest.mark.full
+def test_a_hang_ends_with_both_lines(tmp_path):
+    """30 seconds after it stands still, at most."""
+    script, line = copied(tmp_path, "all_reduce_on_rank_0"), "            dist.all_reduce(correct)"
+    edits = [(line, f'            open("stood", "w").close()\n{line}')]
+    script.write_text(edited(script.read_text(), edits))
+    ((_, said, _),) = examined(tmp_path, script, code=1)[0]
+    lines = script.read_text().splitlines()
+    places = [int(number) for number in re.findall(r"at script\.py:(\d+)", said)]
+    assert "all_reduce(correct)" in lines[places[0] - 1] and "model(" in lines[places[1] - 1]
+    assert time.time() - (tmp_path / "stood").stat().st_mtime < 30
+
+
+def test_what_it_says_of_a_crash(tmp_path):
+    """The reason, and not that nothing was found."""
+    (tmp_path / "script.py").write_text("import torch\n\ntorch.ones(2) @ torch.ones(3)\n")
+    output = examined(tmp_path, "script.py", code=1)[1]
+    assert "script.py:3  rank" in output and "inconsistent tensor size" in output
