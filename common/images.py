@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import tempfile
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -44,11 +45,15 @@ def with_same_classes(train_set, val_set, data):
     classes = train_set.classes
     if len(classes) == 1:
         raise ValueError(f"one class in {data}/train, {classes[0]!r}: one folder level too many?")
-    for part, one, other in (("train", train_set, val_set), ("val", val_set, train_set)):
-        alone = sorted({*one.classes} - {*other.classes})
-        if alone and not (part == "train" and val_set.may_lack_classes):
-            names = ", ".join(map(repr, alone[:9]))  # as they are, or two might look alike
-            raise ValueError(f"{data}: classes in {part}/ alone: {names}")
+    only = {"train": {*classes} - {*val_set.classes}, "val": {*val_set.classes} - {*classes}}
+    if val_set.may_lack_classes:
+        only["train"] = set()
+    if names := only["train"] | only["val"]:
+        # Two ways to write é, as Macs do and others, look alike: then \u0301 is shown.
+        show = ascii if len({normalize("NFC", name) for name in names}) < len(names) else repr
+        lists = {part: ", ".join(map(show, sorted(found)[:9])) for part, found in only.items()}
+        told = [f"only in {part}/: {text}" for part, text in lists.items() if text]
+        raise ValueError(f"{data}: classes {'; '.join(told)}")
     counts = np.bincount(train_set.targets, minlength=len(classes))
     if not counts.all():
         message = f"no images in {data}/train/{classes[counts.argmin()]}"

@@ -331,8 +331,12 @@ def without_classes(folder):
 
 ERRORS = [
     (lambda root: without_classes(root / "val"), "^no class folders in .*: put its images into .*"),
-    (lambda root: (root / "val/cow").mkdir(), "photos: classes in val/ alone: 'cow'$"),
-    (lambda root: shutil.rmtree(root / "val/cat"), "classes in train/ alone: 'cat'$"),
+    (lambda root: (root / "val/cow").mkdir(), "photos: classes only in val/: 'cow'$"),
+    (
+        lambda root: [(root / x).mkdir() for x in ("train/caf\xe9", "val/cafe\u0301")],
+        r"only in train/: 'caf\\xe9'; only in val/: 'cafe\\u0301'$",
+    ),
+    (lambda root: shutil.rmtree(root / "val/cat"), "classes only in train/: 'cat'$"),
     (lambda root: empty(root / "train/dog"), "^no images in .*/photos/train/dog$"),
     (lambda root: empty(root / "val"), r"^no images \(.jpg .* in the folders of .*/photos/val$"),
     (move_down, "^one class in .*/photos/train, 'all': one folder level too many"),
