@@ -57,6 +57,9 @@ def _decode_jpeg(data, choose):
         if kind[:1] != b"\xff" or kind[1:] in (b"\xe1", b"\xff", b""):
             return None  # Exif or XMP, by which it may have to be turned; or there is no segment
         place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    pixels = np.frombuffer(data, np.uint8)[place + 2 : -2]
+    if ((pixels[:-1] == 0xFF) & (pixels[1:] != 0)).any():
+        return None  # a progressive JPEG, or damage, which a part might not show: PIL reads it all
     try:
         stream = nvimgcodec.CodeStream(data)
         size = stream.height, stream.width

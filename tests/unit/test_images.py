@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import itertools
 import os
 import re
 import shutil
@@ -136,9 +137,9 @@ def test_damaged_images_are_errors(decoders, capfd):
     """Of bytes that were cut off or changed: the same errors; no decoder crashes."""
     noisy = bytearray(saved(FLOWER, "JPEG"))
     noisy[20000:20512] = np.random.default_rng(0).bytes(512)
-    for module in decoders:
+    for module, choose in itertools.product(decoders, (None, lambda *size: (0, 0, 9, 9))):
         with pytest.raises(OSError, match=r"^broken data stream when reading image file$"):
-            module.decode(bytes(noisy))
+            module.decode(bytes(noisy), choose)
     assert "nvimgcodec" not in capfd.readouterr().err
     files = {kind: saved(FLOWER.resize((101, 67)), kind) for kind in ("PNG", "JPEG", "WEBP")}
     for module in decoders:
