@@ -15,7 +15,16 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from .device import locked
-from .images import ImageFolder, Names, RandomCrop, centre_crop, in_order, with_same_classes
+from .images import (
+    ImageFolder,
+    Names,
+    RandomCrop,
+    centre_crop,
+    in_order,
+    is_image,
+    not_read,
+    with_same_classes,
+)
 from .images import image_folders as folders_alone
 
 ILSVRC = "ILSVRC2012_img_{}.tar"
@@ -28,24 +37,23 @@ def image_folders(data, image_size, evaluate=False):
 
     They are train.tar, or train-000000.tar, train-000001.tar, ..., or ILSVRC2012's own.
     """
-    archives = {}
-    for part in ("train", "val") if data else ():
-        if not os.path.isdir(f"{data}/{part}") and (found := find_archives(data, part)):
-            archives[part] = found
-    if not archives:
-        return folders_alone(data, image_size, evaluate)
-
-    def images(part, transform):
-        if part in archives:
-            return ImageArchive(archives[part], part, transform)
-        return ImageFolder(f"{data}/{part}", transform)
-
+    if data is None:
+        return folders_alone(data, image_size)
     middle = functools.partial(centre_crop, size=image_size)
-    if evaluate and "train" not in archives and not os.path.isdir(f"{data}/train"):
-        val_set = images("val", middle)
+    if evaluate and not os.path.isdir(f"{data}/train") and not find_archives(data, "train"):
+        val_set = _images(data, "val", middle)
         return val_set, val_set
-    sets = images("train", RandomCrop(image_size)), images("val", middle)
+    sets = _images(data, "train", RandomCrop(image_size)), _images(data, "val", middle)
     return with_same_classes(*sets, data)
+
+
+def _images(data, part, transform):
+    if os.path.isdir(f"{data}/{part}"):
+        return ImageFolder(f"{data}/{part}", transform)
+    if archives := find_archives(data, part):
+        return ImageArchive(archives, part, transform)
+    names = f"{part}.tar, {part}-000000.tar, ... or {ILSVRC.format(part)}"
+    raise ValueError(f"{data} has no folder {part} and no {names}, not compressed")
 
 
 class ImageArchive(ImageFolder):
@@ -148,8 +156,8 @@ def make_index(paths, part):
     """
     images, classes, kinds, others = [], set(), set(), []
     for number, path in enumerate(paths):
-        members, texts, endings = _scan(path)
-        others += endings
+        members, texts, more = _scan(path)
+        others += more
         files = [name for name in members if not name.endswith("/")]
         labels = _numbers(path, files, texts)
         if files:
@@ -176,9 +184,8 @@ def make_index(paths, part):
     target = {name: i for i, name in enumerate(classes)}
     images.sort(key=lambda image: (target[image[0][0]], *image))
     names = ["/".join([*folders, file]) for folders, file, _ in images]
-    skipped = f"{len(others)} files in {paths[0]} ({' '.join(sorted({*others})[:9])})"
     return {
-        "skipped": np.array(skipped if others else ""),
+        "skipped": np.array(not_read(others, " to ".join([paths[0], *paths[1:][-1:]]))),
         "classes": np.array([os.fsencode(name) for name in classes]),
         "numbered": np.array(numbered),
         "names": np.frombuffer(os.fsencode("\0".join(names)), np.uint8),
@@ -188,30 +195,32 @@ def make_index(paths, part):
 
 
 def _scan(path):
-    """What is in an archive: ({name: (offset, size)} of images and folders, texts, endings).
+    """What is in an archive: ({name: (offset, size)} of images and folders, texts, others).
 
-    texts: {KEY: text in KEY.cls}; endings: of all other files, but for the metadata of datasets.
+    texts: {KEY: text in KEY.cls}; others: names of other files, but for a WebDataset's metadata.
     """
     print(f"indexing {path!r}, once", flush=True)
-    members, texts, endings = {}, {}, []
+    members, texts, others = {}, {}, []
     size = os.path.getsize(path)
     bar = tqdm(total=size, unit="B", unit_scale=True, disable=None)
     with open(path, "rb") as file, bar:
         for name, offset, length in _members(file, path, size):
             bar.update(offset - bar.n)
             key, kind = os.path.splitext(name)
-            if kind.lower() == ".cls":
+            if name.endswith("/"):
+                members[name] = offset, length
+            elif kind.lower() == ".cls":
                 text = os.pread(file.fileno(), min(length, 50), offset)
-                texts[key] = text.decode(errors="replace").strip()
-            elif name.endswith("/"):
-                members[name] = offset, length
-            elif kind.lower() not in IMG_EXTENSIONS:
-                endings += [kind.lower()] * (kind.lower() not in (".json", ".txt"))
+                text = text.decode(errors="replace").strip()
+                if texts.setdefault(key, text) != text:
+                    raise ValueError(f"{path}: {key}.cls is {texts[key]!r} and {text!r}")
             elif name in members:
-                raise ValueError(f"{path} has {name!r} twice: which one counts?")
-            else:
+                raise ValueError(f"{path} has {name!r} twice: make it again, with one of them")
+            elif is_image(name):
                 members[name] = offset, length
-    return members, texts, endings
+            elif kind.lower() not in (".json", ".txt"):
+                others.append(name)
+    return members, texts, others
 
 
 def _members(file, path, size, folder="", base=0):
@@ -221,34 +230,41 @@ def _members(file, path, size, folder="", base=0):
     folders: of a file x in C.tar the name is C/x. Names of folders end in a slash. What begins
     with a dot does not count.
     """
+    for archive, member in _headers(file, path):
+        name = os.path.join(folder, os.path.normpath(member.name).lstrip("/"))
+        stem, kind = os.path.splitext(name)
+        offset = base + member.offset_data
+        if member.issparse():
+            raise ValueError(f"{path}: {name!r} is sparse: pack without --sparse")
+        if not 0 <= member.size <= size - member.offset_data:  # tarfile would believe it
+            raise ValueError(f"{path} is damaged or incomplete: {name!r} is beyond its end")
+        if "/." in f"/{name}":
+            continue
+        if member.isdir():
+            yield f"{name}/", offset, 0
+        elif not member.isreg():
+            if kind.lower() in (".cls", ".tar", *IMG_EXTENSIONS):
+                remedy = "pack with tar --dereference --hard-dereference"
+                raise ValueError(f"{path}: {name!r} is not a regular file: {remedy}")
+        elif kind.lower() == ".tar":
+            yield f"{stem}/", offset, 0
+            inner = archive.extractfile(member)
+            yield from _members(inner, f"{path}:{name}", member.size, stem, offset)
+        else:
+            yield name, offset, member.size
+
+
+def _headers(file, path):
+    """Yield (archive, member) for all members of a tar file. Raises ValueError where it is none."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             while member := archive.next():
                 archive.members.clear()  # else it keeps them all
-                name = os.path.join(folder, os.path.normpath(member.name).lstrip("/"))
-                stem, kind = os.path.splitext(name)
-                offset = base + member.offset_data
-                if member.issparse():
-                    raise ValueError(f"{path}: {name!r} is sparse: pack without --sparse")
-                if not 0 <= member.size <= size - member.offset_data:  # tarfile would believe it
-                    raise ValueError(f"{path} is damaged or incomplete: {name!r} is beyond its end")
-                if "/." in f"/{name}":
-                    continue
-                if member.isdir():
-                    yield f"{name}/", offset, 0
-                elif not member.isreg():
-                    if kind.lower() in (".cls", ".tar", *IMG_EXTENSIONS):
-                        remedy = "pack with tar --dereference --hard-dereference"
-                        raise ValueError(f"{path}: {name!r} is not a regular file: {remedy}")
-                elif kind.lower() == ".tar":
-                    yield f"{stem}/", offset, 0
-                    inner = archive.extractfile(member)
-                    yield from _members(inner, f"{path}:{name}", member.size, stem, offset)
-                else:
-                    yield name, offset, member.size
-            _check_end(file, archive.offset, path)
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} is damaged, compressed, or no tar archive: {error}") from None
+                yield archive, member
+    except (tarfile.TarError, ValueError, MemoryError) as error:  # a name of -1 or 2**60 bytes
+        reason = str(error) or "not enough memory for a name"
+        raise ValueError(f"{path} is damaged, compressed, or no tar archive: {reason}") from None
+    _check_end(file, archive.offset, path)
 
 
 def _check_end(file, end, path):

@@ -13,29 +13,20 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-
-def _import_nvimgcodec():
-    """nvImageCodec with libjpeg-turbo alone; None where it is missing.
-
-    Its other decoders look for libraries of GPUs, or read damaged files that PIL refuses. It takes
-    all that lie in a folder: so here is one, for the time of the import, with a link to that one.
-    """
-    with contextlib.suppress(ImportError, OSError), tempfile.TemporaryDirectory() as folder:
-        spec = importlib.util.find_spec("nvidia.nvimgcodec")
-        if not spec:
-            return None
-        for path in glob.glob(f"{spec.submodule_search_locations[0]}/extensions/libjpeg_turbo*"):
-            os.symlink(path, f"{folder}/{os.path.basename(path)}")
+nvimgcodec = None
+with contextlib.suppress(ImportError, OSError), tempfile.TemporaryDirectory() as folder:
+    # With libjpeg-turbo alone: its other decoders look for libraries of GPUs, or read damaged files
+    # that PIL refuses. It loads what lies in a folder, so here is one, while it is imported.
+    spec = importlib.util.find_spec("nvidia.nvimgcodec")
+    root = spec.submodule_search_locations[0] if spec else ""
+    for path in glob.glob(f"{root}/extensions/libjpeg_turbo*"):
+        os.symlink(path, f"{folder}/{os.path.basename(path)}")
         os.environ["NVIMGCODEC_EXTENSIONS_PATH"] = folder
+        os.environ["PYNVIMGCODEC_VERBOSITY"] = "0"  # PIL's errors say more
         try:
             import nvidia.nvimgcodec as nvimgcodec
         finally:
-            del os.environ["NVIMGCODEC_EXTENSIONS_PATH"]
-        return nvimgcodec
-    return None
-
-
-nvimgcodec = _import_nvimgcodec()
+            del os.environ["NVIMGCODEC_EXTENSIONS_PATH"], os.environ["PYNVIMGCODEC_VERBOSITY"]
 DECODER = "nvImageCodec" if nvimgcodec else "PIL"  # for JPEGs; PIL reads the others
 
 
@@ -44,34 +35,40 @@ def decode(data, choose=None):
 
     choose(height, width): gives (top, left, height, width) of the part that is wanted; without it
     that is the whole image. Of a JPEG nvImageCodec decodes that part alone, which takes less time;
-    other files are decoded whole. Both decoders give the same pixels. Transparency is dropped, of a
-    PNG's 16 bits the upper 8 are kept, and of an animation the first frame. Raises an error of one
-    of many types for what cannot be read.
+    other files are decoded whole. Both decoders give the same pixels; damage outside of the part
+    may remain unseen. Transparency is dropped, of a PNG's 16 bits the upper 8 are kept, and of an
+    animation the first frame. Raises an error of one of many types for what cannot be read.
     """
-    choose = choose and functools.cache(choose)  # asked again, it would draw another part
+    choose = choose or (lambda height, width: (0, 0, height, width))
+    choose = functools.cache(choose)  # asked again, it would draw another part
     image = _decode_jpeg(data, choose) if nvimgcodec else None
     if image is None:
         image = _decode_whole(data)
-        if choose:
-            top, left, height, width = choose(*image.shape[1:])
-            image = image[:, top : top + height, left : left + width]
+        top, left, height, width = choose(*image.shape[1:])
+        image = image[:, top : top + height, left : left + width]
     return image
 
 
 def _decode_jpeg(data, choose):
     """decode() by nvImageCodec; None where PIL may do better, or say what is wrong."""
-    if data[:3] != b"\xff\xd8\xff" or data[-2:] != b"\xff\xd9":  # its end may be missing
+    if data[:2] != b"\xff\xd8" or data[-2:] != b"\xff\xd9":  # its end may be missing
         return None
-    if b"Exif" in data or b"http://ns.adobe.com/xap" in data:  # it may have to be turned
-        return None
+    place = 2  # of a segment: ff, its kind, its length in two bytes, what it holds
+    while (kind := data[place : place + 2]) != b"\xff\xda":  # the pixels
+        if kind[:1] != b"\xff" or kind[1:] in (b"\xe1", b"\xff", b""):
+            return None  # Exif or XMP, by which it may have to be turned; or there is no segment
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    pixels = np.frombuffer(data, np.uint8)[place + 2 : -2]
+    if ((pixels[:-1] == 0xFF) & (pixels[1:] != 0)).any():
+        return None  # a progressive JPEG, or damage, which a part might not show: PIL reads it all
     try:
         stream = nvimgcodec.CodeStream(data)
+        size = stream.height, stream.width
+        if stream.num_channels not in (1, 3) or stream.precision not in (0, 8):
+            return None
     except Exception:  # of many types, where the file is damaged
         return None
-    if stream.num_channels not in (1, 3) or stream.precision not in (0, 8):
-        return None
-    size = stream.height, stream.width
-    top, left, height, width = choose(*size) if choose else (0, 0, *size)
+    top, left, height, width = choose(*size)
     region = nvimgcodec.Region(top, left, top + height, left + width)
     image = _decoder(os.getpid()).decode(stream.get_sub_code_stream(region=region))
     if image is None or image.shape != (height, width, 3):

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import tempfile
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -44,14 +45,19 @@ def with_same_classes(train_set, val_set, data):
     classes = train_set.classes
     if len(classes) == 1:
         raise ValueError(f"one class in {data}/train, {classes[0]!r}: one folder level too many?")
-    for part, one, other in (("train", train_set, val_set), ("val", val_set, train_set)):
-        alone = sorted({*one.classes} - {*other.classes})
-        if alone and not (part == "train" and val_set.may_lack_classes):
-            names = ", ".join(map(repr, alone[:9]))  # as they are, or two might look alike
-            raise ValueError(f"{data}: classes in {part}/ alone: {names}")
+    only = {"train": {*classes} - {*val_set.classes}, "val": {*val_set.classes} - {*classes}}
+    if val_set.may_lack_classes:
+        only["train"] = set()
+    if names := only["train"] | only["val"]:
+        # Two ways to write é, as Macs do and others, look alike: then \u0301 is shown.
+        show = ascii if len({normalize("NFC", name) for name in names}) < len(names) else repr
+        lists = {part: ", ".join(map(show, sorted(found)[:9])) for part, found in only.items()}
+        told = [f"only in {part}/: {text}" for part, text in lists.items() if text]
+        raise ValueError(f"{data}: classes {'; '.join(told)}")
     counts = np.bincount(train_set.targets, minlength=len(classes))
     if not counts.all():
-        raise ValueError(f"no images in {data}/train/{classes[counts.argmin()]}")
+        message = f"no images in {data}/train/{classes[counts.argmin()]}"
+        raise ValueError(f"{message}; not read: {train_set.skipped}".removesuffix("; not read: "))
     place = {name: target for target, name in enumerate(classes)}
     val_set.targets = np.array([place[name] for name in val_set.classes])[val_set.targets]
     val_set.classes = classes
@@ -64,8 +70,9 @@ class ImageFolder(Dataset):
     An item is (transform(image), target): image uint8 [3, height, width], target the index of its
     class in `classes`: sorted by name, or as numbers where all are. If the transform is a
     RandomCrop, no more than the crop is decoded where the decoder can. What begins with a dot does
-    not count. `skipped` says which files are no images. Raises ValueError where there are no images
-    and, with the path, for what cannot be decoded; OSError for a folder that cannot be read.
+    not count. `skipped` says in words how many other files there are. Raises ValueError where there
+    are no images and, with the path, for what cannot be decoded; OSError for a folder that cannot
+    be read.
     """
 
     may_lack_classes = False
@@ -81,13 +88,13 @@ class ImageFolder(Dataset):
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
         found = [_files(root, name) for name in self.classes]
-        files = [[x for x in part if x.lower().endswith(IMG_EXTENSIONS)] for part in found]
+        files = [[x for x in part if is_image(x)] for part in found]
+        others = [x for part in found for x in part if not is_image(x)]
+        self.skipped = not_read(others, root)
         if not any(files):
-            raise ValueError(f"no images ({' '.join(IMG_EXTENSIONS)}) in the folders of {root}")
-        endings = {os.path.splitext(x)[1].lower() for part in found for x in part}
-        endings = " ".join(sorted(endings - {*IMG_EXTENSIONS})[:9])
-        count = sum(map(len, found)) - sum(map(len, files))
-        self.skipped = f"{count} files in {root} ({endings.strip()})" if count else ""
+            kinds = " ".join(IMG_EXTENSIONS)
+            message = f"no images ({kinds}) in the folders of {root}; not read: {self.skipped}"
+            raise ValueError(message.removesuffix("; not read: "))
         self.paths = Names(os.fsencode(file) for part in files for file in part)
         self.targets = np.repeat(np.arange(len(files)), [len(part) for part in files])
 
@@ -139,6 +146,17 @@ def in_order(names):
     """Names of classes, sorted: as numbers where all are, so that 10 comes after 9."""
     names = sorted(names)
     return sorted(names, key=int) if all(x.isascii() and x.isdecimal() for x in names) else names
+
+
+def is_image(name):
+    return name.lower().endswith(IMG_EXTENSIONS)
+
+
+def not_read(names, place):
+    """How many files are not read, where, and of which endings, in words; "" for none."""
+    kinds = {os.path.splitext(name)[1].lower() or "no ending" for name in names}
+    count = f"{len(names)} file{'s' * (len(names) > 1)}"
+    return f"{count} in {place} ({', '.join(sorted(kinds)[:9])})" if names else ""
 
 
 def _files(root, folder):

@@ -38,9 +38,15 @@ def accuracy(output, target, topk=(1, 5)):
 
     output: scores [n, classes]; target: int64 [n], or float probabilities [n, classes] as mixup
     makes them, of which the most probable class counts. Returns a float64 scalar tensor for each k,
-    on their device. With fewer than k classes it is top-`classes`.
+    on their device. With fewer than k classes it is top-`classes`. Raises ValueError on CPUs for
+    float targets that are no probabilities; on GPUs each step would have to wait for that.
     """
     if target.is_floating_point():
+        if target.device.type == "cpu" and (target.sum(dim=1) - 1).abs().max() > 0.01:
+            raise ValueError(
+                "rows of float targets must sum to 1; several classes an image need "
+                "BCEWithLogitsLoss and another score"
+            )
         target = target.argmax(dim=1)
     assert output.ndim == 2 and target.ndim == 1, "scores [n, classes] and targets [n] are needed"
     k = min(max(topk), output.shape[1])

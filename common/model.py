@@ -33,9 +33,7 @@ def build_model(args, num_classes, device, example=None):
     if own and args.pretrained:
         raise ValueError(f"--pretrained is for torchvision's models: let {arch} load its weights")
     if args.pretrained and args.evaluate and not args.resume and num_classes != 1000:
-        raise ValueError(
-            f"--evaluate --pretrained: the weights know 1000 classes, not {num_classes}"
-        )
+        raise ValueError(f"--pretrained is of 1000 classes, not of {num_classes}: train it first")
     options = {"num_classes": num_classes}
     if arch in ("googlenet", "inception_v3"):  # one head: more make its output a tuple
         options |= {"aux_logits": False, "init_weights": True, "transform_input": True}
@@ -57,22 +55,26 @@ def build_model(args, num_classes, device, example=None):
         _load_weights(net, args)
     if example is not None:
         example = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
-        _try(net, example, num_classes, args)
+        with torch.random.fork_rng([device] * (device.type == "cuda")):  # for dropout
+            _try(net, example, num_classes, args)
     return net.train()
 
 
 @torch.no_grad()
 def _try(net, example, num_classes, args):
-    """In both modes: BatchNorm trains on no single value. Its statistics stay as they are."""
-    kept = [buffer.clone() for buffer in net.buffers()]
-    for mode in (False,) if args.evaluate else (True, False):
-        with _one_line(f"{args.arch} cannot take --image-size {args.image_size}"):
+    """As it is evaluated and, since BatchNorm trains on no single value, as it is trained."""
+    arch, before = args.arch, [(buffer, buffer.clone()) for buffer in net.buffers()]
+    problems = {False: f"{arch} cannot take --image-size {args.image_size}"}
+    if not args.evaluate:
+        problems[True] = f"{arch} cannot be trained with so small a --batch-size, or --image-size"
+    for mode, problem in problems.items():
+        with _one_line(problem):
             output = net.train(mode)(example)
-        for buffer, value in zip(net.buffers(), kept, strict=True):
-            buffer.copy_(value)
         if not torch.is_tensor(output) or output.shape[1:] != (num_classes,):
             got = list(output.shape) if torch.is_tensor(output) else f"a {type(output).__name__}"
-            raise ValueError(f"{args.arch} gives {got}, not scores [n, {num_classes}]")
+            raise ValueError(f"{arch} gives {got}, not scores [n, {num_classes}]")
+    for buffer, value in before:
+        buffer.copy_(value)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ class Several(nn.Module):
 def test_a_model_of_what_is_no_image(monkeypatch):
     """It is tried on a batch of one of what it takes, and comes ready to be trained."""
     monkeypatch.setattr(nets, "plain", Several)
-    args = SimpleNamespace(arch="tests.nets:plain", image_size=24, pretrained=False)
+    args = SimpleNamespace(arch="tests.nets:plain", image_size=24, pretrained=False, evaluate=False)
     example = {"video": torch.zeros(1, 3, 5, 8, 8), "more": (torch.ones(1, 4),)}
     net = build_model(args, 3, torch.device("cpu"), example)
     assert net.training and net(example).shape == (1, 3)

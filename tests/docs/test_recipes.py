@@ -291,6 +291,18 @@ def test_f1_and_predictions(train, work, tmp_path):
     assert abs(found - sum(f1(pairs[i::3]) for i in range(3)) / 3) > 0.01
 
 
+def test_archives(train, work, tmp_path):
+    """The same weights as from the folders, to the bit."""
+    for part in ("train", "val"):
+        shutil.make_archive(tmp_path / "data" / part, "tar", work / "data/digits" / part)
+    flags = ["--max-steps", "8", "--data"]
+    _, folders = train("", "a", *flags, work / "data/digits")
+    output, archives = train(
+        "archives", "b", *flags, tmp_path / "data", env={"TORCH_HOME": tmp_path}
+    )
+    assert output.count("indexing") == 2 and same(folders, archives)
+
+
 # Says of which classes the images of each step are.
 DRAWN = """
 import os

@@ -206,6 +206,14 @@ def test_a_folder_comes_before_an_archive(folders, archives):
     assert len(val_set) == 50 and val_set.path(0).startswith(f"{archives}/val/")
 
 
+def test_an_evaluation_needs_no_archive_to_train(archives):
+    (archives / "train.tar").unlink()
+    train_set, val_set = image_folders(str(archives), 24, evaluate=True)
+    assert train_set is val_set and len(val_set) == 50
+    with pytest.raises(ValueError, match=r"no train\.tar, train-000000\.tar, "):
+        image_folders(str(archives), 24)
+
+
 def cut(path, number, more):
     """At so many bytes after the beginning of a member."""
     with tarfile.open(path) as archive:
@@ -253,20 +261,34 @@ def as_imagenets(root, *of_the_devkit):
         write_devkit(root, of_the_devkit)
 
 
-def lack(root, number):
-    """Let val.tar be ImageNet's, without one image."""
+def lack(root, number, more=""):
+    """Let val.tar be ImageNet's, without one image, and with another one."""
     files = {f"ILSVRC2012_val_{i:08d}.JPEG": b"" for i in range(1, 51) if i != number}
+    files |= {more: b""} if more else {}
     pack(root / "ILSVRC2012_img_val.tar", files)
     (root / "val.tar").unlink()
     write_devkit(root, [WNIDS[0]] * 50)
 
 
+def long_name(path, size):
+    """Let it begin with a GNU header for a long name, of so many bytes."""
+    member = tarfile.TarInfo("././@LongLink")
+    member.type = tarfile.GNUTYPE_LONGNAME
+    path.write_bytes(member.tobuf() + path.read_bytes())
+    write_size(path, 0, size)
+
+
 def resize(path, size):
-    """Let the header of the first image say another size, as GNU tar writes large numbers."""
+    """Let the header of the first image say another size."""
     with tarfile.open(path) as archive:
         member = next(member for member in archive if member.isreg() and "JPEG" in member.name)
+    write_size(path, member.offset, size)
+
+
+def write_size(path, offset, size):
+    """As GNU tar writes large numbers."""
     data = bytearray(path.read_bytes())
-    header = memoryview(data)[member.offset : member.offset + 512]
+    header = memoryview(data)[offset : offset + 512]
     header[124:136] = (size % 2**96).to_bytes(12, "big")
     header[124] |= 0x80
     header[148:156] = b" " * 8
@@ -274,11 +296,11 @@ def resize(path, size):
     path.write_bytes(data)
 
 
-def pack_twice(path):
+def pack_twice(path, name):
     with tarfile.open(path, "w") as archive:
-        for content in (b"one", b"other"):
-            member = tarfile.TarInfo("n1/a.jpg")
-            member.size = len(content)
+        for content in (b"1", b"2"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
             archive.addfile(member, io.BytesIO(content))
 
 
@@ -306,7 +328,7 @@ ERRORS = [
     (lambda r: compress(r / "train.tar"), f"/train.tar {NO_TAR}"),
     (
         lambda r: (r / "val.tar").rename(r / "val.tar.zst"),
-        "no folder .*/val: --data needs",
+        "/data has no folder val and no val.tar, val-000000.tar, .*val.tar, not compressed$",
     ),
     (pack_a_link, "/train.tar: 'n1/a.jpg' is not a regular file: pack with tar --dereference"),
     (lambda r: pack(r / "train-0.tar", {}), " both train.tar and train-0.tar: move one of them"),
@@ -321,10 +343,17 @@ ERRORS = [
         lambda r: lack(r, 3),
         "_val.tar lacks 1 images of 50, such as '.*_00000003.JPEG'$",
     ),
+    (
+        lambda r: lack(r, 51, "ILSVRC2012_val_00000001 (1).JPEG"),
+        r"_val.tar has also 1 images of 50, such as 'ILSVRC2012_val_00000001 \(1\).JPEG'$",
+    ),
     (lambda r: (r / f"{DEVKIT}.tar.gz").write_bytes(b"") or as_imagenets(r), "^cannot read /.*gz"),
     (lambda r: resize(r / "train.tar", 2**60), "train.tar is .* 'n0.*' is beyond its end$"),
     (lambda r: resize(r / "train.tar", -512), "train.tar is .* 'n0.*' is beyond its end$"),
-    (lambda r: pack_twice(r / "train.tar"), "/train.tar has 'n1/a.jpg' twice"),
+    (lambda r: long_name(r / "train.tar", 2**60), f"/train.tar {NO_TAR}not enough memory for a"),
+    (lambda r: long_name(r / "train.tar", -512), f"/train.tar {NO_TAR}"),
+    (lambda r: pack_twice(r / "train.tar", "n1/a.jpg"), "/train.tar has 'n1/a.jpg' twice: make it"),
+    (lambda r: pack_twice(r / "train.tar", "a.cls"), "/train.tar: a.cls is '1' and '2'$"),
     (lambda r: zeros_inside(r / "train.tar"), r"/train.tar is incomplete, .* at byte \d+: "),
     (pack_sparsely, "/train.tar: 'n1/a.jpg' is sparse: pack without --sparse$"),
 ]
@@ -339,8 +368,10 @@ def test_bad_archives_are_refused(spoil, message, archives):
 
 
 def test_a_bad_image_is_named_with_its_archive(archives):
-    pack(archives / "train.tar", {f"{wnid}/x.jpg": b"none" for wnid in WNIDS})
+    files = {f"{wnid}/x.jpg": b"none" for wnid in WNIDS}
+    pack(archives / "train.tar", files | {"n00000003/y.gif": b""})
     train_set, _ = image_folders(str(archives), 24)
+    assert train_set.skipped == f"1 file in {archives}/train.tar (.gif)"
     message = f"cannot read image '{archives}/train.tar:n00000003/x.jpg': its format is not known"
     with pytest.raises(ValueError, match=re.escape(message)):
         train_set[3]

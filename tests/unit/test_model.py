@@ -28,14 +28,23 @@ def tried(arch):
     return build_model(arguments(arch, 24), 10, CPU, torch.zeros(2, 3, 24, 24))
 
 
-def test_what_is_tried_changes_nothing():
-    """The statistics of BatchNorm above all: they would differ from those of a resumed run."""
+def test_what_is_tried_changes_nothing(tmp_path, monkeypatch):
+    """Statistics of BatchNorm above all, also of one that stands in two places; random numbers."""
+    (tmp_path / "shared.py").write_text(
+        "from tests import nets\n"
+        "def net(num_classes):\n"
+        "    net = nets.normed(num_classes)\n"
+        "    net.insert(2, net[1])\n"
+        "    return net\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     torch.manual_seed(1)
-    before = nets.normed(10).state_dict()
+    before, drawn = nets.normed(10).state_dict(), torch.rand(1)
     torch.manual_seed(1)
-    net = tried("tests.nets:normed")
+    net = tried("shared:net")
+    assert torch.rand(1) == drawn
     assert net.training and net[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert all(value.equal(net.state_dict()[name]) for name, value in before.items())
+    assert all(value.equal(net.state_dict()[name]) for name, value in before.items() if name < "2")
 
 
 WRONG = {  # of a module `mine`: its text, and what is said of mine:net
@@ -90,19 +99,26 @@ def test_all_weights_but_a_head_of_other_classes_are_those_of_the_file(hub, num_
 
 def test_weights_of_other_classes_are_not_evaluated():
     """Their head would be one that nobody has trained."""
-    with pytest.raises(ValueError, match=r"the weights know 1000 classes, not 7$"):
+    with pytest.raises(ValueError, match=r"is of 1000 classes, not of 7: train it first$"):
         build_model(arguments("resnet18", pretrained=True, evaluate=True), 7, CPU)
 
 
 def test_batch_norm_over_one_value_is_known_before_training(tmp_path, monkeypatch):
-    text = "Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, n))"
+    """Which is none where it is evaluated only."""
     (tmp_path / "pooled.py").write_text(
-        f"from torch import nn\nnet = lambda num_classes: nn.{text}".replace("n))", "num_classes))")
+        "from torch import nn\n"
+        "def net(num_classes):\n"
+        "    pooled = nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3), nn.Flatten()\n"
+        "    return nn.Sequential(*pooled, nn.Linear(3, num_classes))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    build_model(arguments("pooled:net", 24), 10, CPU, torch.zeros(2, 3, 24, 24))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        build_model(arguments("pooled:net", 24), 10, CPU, torch.zeros(1, 3, 24, 24))
+    one, two = torch.zeros(1, 3, 24, 24), torch.zeros(2, 3, 24, 24)
+    build_model(arguments("pooled:net", 24), 10, CPU, two)
+    build_model(arguments("pooled:net", 24, evaluate=True), 10, CPU, one)
+    message = r"^pooled:net cannot be trained with so small .* Expected more than 1 value per"
+    with pytest.raises(ValueError, match=message) as error:
+        build_model(arguments("pooled:net", 24), 10, CPU, one)
+    assert "\n" not in str(error.value)
 
 
 def test_weights_for_another_image_size(hub, monkeypatch):
