@@ -75,7 +75,7 @@ def parse_args(local_world_size):
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync-bn", action="store_true", help="BatchNorm over the global batch (GPUs only)")
     add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="a new folder for each run")
-    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
+    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps of an epoch")
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
     add("--max-steps", type=positive, help="end after N steps in total, resumes included")
@@ -85,9 +85,9 @@ def parse_args(local_world_size):
     if amp:
         parser.set_defaults(precision="fp32", opt_level="O1")
     args = parser.parse_args()
+    # Other defaults, for what is not given: the digits', and of the model the checkpoint's.
     if args.data is None:
         parser.set_defaults(**DIGITS)
-    # Where they are not given, these two are the checkpoint's.
     parser.set_defaults(**Run.saved_flags(args, "arch", "image_size"))
     return parser.parse_args()
 
@@ -125,7 +125,7 @@ def main():
 
         # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
         torch.manual_seed(args.seed)
-        # What the model takes: build_model tries it on two images, for BatchNorm needs two.
+        # As the model gets images: build_model tries it on two, for BatchNorm cannot train on one.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
 
@@ -139,7 +139,8 @@ def main():
         timeout=timedelta(seconds=args.dist_timeout),
         device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
     )
-    # Batches on the device; images, uint8 RGB, are normalised.
+    watch.beat()
+    # They bring batches to the device, and normalise images there, which are uint8 RGB until then.
     train_batches = Prefetcher(train_loader, device)
     val_batches = Prefetcher(val_loader, device)
 
@@ -195,6 +196,7 @@ def main():
             break  # stopped by a signal, and saved
 
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
+        watch.beat()
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)
@@ -271,14 +273,14 @@ def train(batches, model, run, stop, watch, rank, world_size, args):
         save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
         if save_now or at_end or run.step % args.print_freq == 0:
-            checksum = run.checksum() if complete else 0  # of the weights
+            checksum = run.checksum() if complete else 0  # of the weights: the same on all?
             more = sums.new_tensor([stop.requested.is_set(), checksum, checksum**2])
             means = reduce_mean(torch.cat([sums, more]), world_size)
             loss_sum, acc1_sum, acc5_sum, asked, checksum, square = means.tolist()
             sums.zero_()
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
-            if round(square - checksum**2) > 0:  # such as after layers were unfrozen
+            if round(square - checksum**2) > 0:  # it varies, as after layers were unfrozen
                 raise RuntimeError("the processes have different weights: each trained its own")
             progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
             stopped = asked > 0  # one process that was asked to stop is enough

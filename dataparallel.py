@@ -51,16 +51,16 @@ def parse_args(local_world_size):
     add("--precision", choices=DTYPES, default=precision, help="of the forward pass")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--checkpoint-dir", metavar="DIR", default="checkpoints", help="a new folder for each run")
-    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps too; 0: do not")
+    add("--checkpoint-freq", type=not_negative, default=0, help="save every N steps of an epoch")
     add("--resume", metavar="PATH", help="a checkpoint, or auto: the newest of the run, if any")
     add("-e", "--evaluate", action="store_true", help="only validate, and write no checkpoint")
     add("--max-steps", type=positive, help="end after N steps in total, resumes included")
     add("--dist-timeout", type=bounded(int, 1, 10**6), default=600, help="seconds a step may take")
     add("--local-rank", "--local_rank", help="ignored: some launchers pass it")
     args = parser.parse_args()
+    # Other defaults, for what is not given: the digits', and of the model the checkpoint's.
     if args.data is None:
         parser.set_defaults(**DIGITS)
-    # Where they are not given, these two are the checkpoint's.
     parser.set_defaults(**Run.saved_flags(args, "arch", "image_size"))
     return parser.parse_args()
 
@@ -94,14 +94,14 @@ def main():
 
         # Model. `net` is the plain module, saved and loaded. `model` is trained and evaluated.
         torch.manual_seed(args.seed)
-        # What the model takes: build_model tries it on two images, for BatchNorm needs two.
+        # As the model gets images: build_model tries it on two, for BatchNorm cannot train on one.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
 
     # From here on, an error ends this process with a line that names its epoch and step. So does
     # what takes more than --dist-timeout after watch.beat().
     watch = Watch(rank, run, args.dist_timeout)
-    # Batches on the device; images, uint8 RGB, are normalised.
+    # They bring batches to the device, and normalise images there, which are uint8 RGB until then.
     train_batches = Prefetcher(train_loader, device)
     val_batches = Prefetcher(val_loader, device)
 

@@ -3,6 +3,8 @@
 import torch
 from torch.utils.data import BatchSampler
 
+from common.loader import Seeded
+
 
 class ResidentLoader:
     """Yields one batch, which is on the device already, as often as start_loader()'s would.
@@ -10,7 +12,8 @@ class ResidentLoader:
     It takes the place of start_loader() and has its arguments. `sampler` is read as usual.
     """
 
-    def __init__(self, dataset, sampler, batch_size, workers, device):
+    def __init__(self, dataset, sampler, batch_size, workers, device, seed=None):
+        dataset = dataset if seed is None else Seeded(dataset, seed)
         self.dataset, self.batch_size = dataset, batch_size
         self.keys = BatchSampler(sampler, batch_size, drop_last=False)
         image, _ = dataset[next(iter(sampler))]

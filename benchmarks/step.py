@@ -119,8 +119,8 @@ def run_script(connection, args, folder):
 class GuidedLoader(ResidentLoader):
     """Yields its batch once for each step that the parent process asks for, in an endless epoch."""
 
-    def __init__(self, dataset, sampler, batch_size, workers, device, connection):
-        super().__init__(dataset, sampler, batch_size, workers, device)
+    def __init__(self, dataset, sampler, batch_size, workers, device, connection, seed=None):
+        super().__init__(dataset, sampler, batch_size, workers, device, seed)
         self.connection = connection
 
     def __len__(self):

@@ -157,7 +157,7 @@ def copy_of_scripts(resident):
     with tempfile.TemporaryDirectory() as folder:
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)
-        for package in ("common", "benchmarks"):
+        for package in ("common", "longrun", "benchmarks"):
             shutil.copytree(ROOT / package, Path(folder, package))
         os.symlink(Path("data").resolve(), Path(folder, "data"))
         if resident:

@@ -10,11 +10,11 @@ import tempfile
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torchvision.datasets import imagenet
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
+from .device import locked
 from .images import (
     ImageFolder,
     Names,
@@ -123,14 +123,18 @@ def load_index(paths, part):
         open(f"{place}.lock", "a").close()
     except OSError as error:
         raise ValueError(f"{error}: set TORCH_HOME to a folder that can be written") from None
-    with FileLock(f"{place}.lock"):
+    with locked(f"{place}.lock"):
         with contextlib.suppress(Exception), np.load(place) as file:  # none yet, or it is damaged
             return dict(file)
         index = make_index(paths, part)
         partial = f"{place}.{os.getpid()}"
-        with open(partial, "wb") as file:
-            np.savez(file, **index)
-        os.replace(partial, place)
+        try:
+            with open(partial, "wb") as file:
+                np.savez(file, **index)
+            os.replace(partial, place)
+        finally:
+            with contextlib.suppress(OSError):  # it is there after an error alone
+                os.remove(partial)
         return index
 
 
@@ -195,7 +199,7 @@ def _scan(path):
 
     texts: {KEY: text in KEY.cls}; others: names of other files, but for a WebDataset's metadata.
     """
-    print(f"indexing {path}, once", flush=True)
+    print(f"indexing {path!r}, once", flush=True)
     members, texts, others = {}, {}, []
     size = os.path.getsize(path)
     bar = tqdm(total=size, unit="B", unit_scale=True, disable=None)

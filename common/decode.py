@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import tempfile
+import warnings
 
 import numpy as np
 import torch
@@ -89,7 +90,11 @@ def _decode_whole(data):
     except UnidentifiedImageError:
         raise ValueError("its format is not known") from None
     with file:
-        image = ImageOps.exif_transpose(file)
+        file.load()  # an error in the pixels is one; in what says how to turn them it is none
+        image = file
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = ImageOps.exif_transpose(file)
         if file.format == "PNG" and image.mode == "I;16":  # PIL would cut at 255
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
         elif image.mode.startswith(("I", "F")):

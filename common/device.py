@@ -1,6 +1,8 @@
 """Which GPU and how many CPU cores a process uses."""
 
+import contextlib
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -95,6 +97,18 @@ def keep_memory():
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0)  # M_MMAP_MAX: no block outside of the heap,
     libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Run the block in one process at a time, by a lock on a file that may be new.
+
+    Where that cannot be written, or the file system has no locks, nobody waits.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
+        yield
 
 
 def end_with_parent():

@@ -5,9 +5,10 @@ import importlib
 import os
 
 import torch
-from filelock import FileLock
 from torch.utils._pytree import tree_map
 from torchvision import models
+
+from .device import locked
 
 
 def _first_line(error):
@@ -92,7 +93,7 @@ def _load_weights(net, args):
     folder = os.path.join(torch.hub.get_dir(), "checkpoints")
     try:
         os.makedirs(folder, exist_ok=True)
-        with FileLock(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
+        with locked(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
             # Not the file's own names: some are old, and only torchvision knows what they became.
             source = models.get_model(args.arch, weights=weights).state_dict()
     except Exception as error:

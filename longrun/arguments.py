@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 
@@ -12,7 +13,8 @@ import time
 class ArgumentParser(argparse.ArgumentParser):
     """Adds each default to --help. Raises ValueError for what is wrong, an empty value too.
 
-    argparse itself would print its usage, once per process, and exit.
+    argparse itself would print its usage, once per process, and exit. From parse_args() on Ctrl-C
+    ends the process at once, without a traceback: there is nothing to save before StopRequest.
     """
 
     def add_argument(self, *names, **more):
@@ -23,6 +25,11 @@ class ArgumentParser(argparse.ArgumentParser):
         return action
 
     def parse_args(self, *given):
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for name in ("stdout", "stderr"):  # a file would take the number of one that is closed
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         args = super().parse_args(*given)
         for name, value in vars(args).items():
             if value == "":  # --resume "$CKPT" would start afresh

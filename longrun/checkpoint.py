@@ -30,10 +30,10 @@ TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.\d+\.tmp")
 class Run:
     """Where a run stands: epochs completed, steps done in the current one, the best score so far.
 
-    Rank 0 first locks args.checkpoint_dir, unless it only evaluates, so that no other run changes
-    what is read. Then each process reads the checkpoint that args.resume asks for, to the CPU;
-    "auto" takes the newest good one in the folder, or starts afresh. The folder is not changed
-    before tidy_folder(). Where `step` equals steps_per_epoch, only the validation is left.
+    Rank 0 locks args.checkpoint_dir against other runs, unless it only evaluates. Each process
+    reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
+    the folder, or starts afresh. The folder is not changed before tidy_folder(). Where `step` is
+    steps_per_epoch, only the validation is left.
 
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
@@ -142,8 +142,10 @@ class Run:
         settings = [group | {"params": None} for group in self.optimizer.param_groups]
         self._load("the optimizer", self.optimizer, saved["optimizer"])
         if not any(isinstance(part, LRScheduler) for part in self.more.values()):
+            # Where only the validation is left, no step sets a rate: it stays the last one's.
+            kept = ("params", "lr") if self.step == self.steps_per_epoch else ("params",)
             for group, now in zip(self.optimizer.param_groups, settings, strict=True):
-                group |= now | {"params": group["params"]}
+                group |= now | {key: group[key] for key in kept}
         if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
             self.scaler.load_state_dict(saved["scaler"])
         if saved["step"]:  # else each meter starts anew
@@ -196,7 +198,7 @@ class Run:
         """
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         bits = [x.detach().view(whole[x.element_size()]) for x in self.net.parameters()]
-        return int(sum(x.sum(dtype=torch.int64) for x in bits)) % SMALL
+        return number_of(int(sum(x.sum(dtype=torch.int64) for x in bits)))
 
     def remaining(self):
         """Yield (epoch, steps): the epochs that are left, and a range of the steps to do in each.
@@ -334,8 +336,11 @@ def check_whole(file):
                 raise zipfile.BadZipFile("a checksum does not match")
     except Exception as error:  # each kind of damage raises another one
         file.seek(0)
-        while file.read(1 << 24):
-            pass  # an OSError here, which zipfile takes for damage, is the disk's
+        try:
+            while file.read(1 << 24):
+                pass
+        except OSError as disk:  # zipfile takes it for damage
+            raise OSError(f"cannot read {file.name}: {disk}") from None
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
 
 

@@ -19,8 +19,9 @@ class StopRequest:
 
     def __init__(self):
         self.requested, self.patience = threading.Event(), 0
-        # SIGHUP is ignored below nohup: the run outlives its terminal.
-        self.signals = [x for x in SIGNALS if signal.getsignal(x) != signal.SIG_IGN]
+        self.signals = list(SIGNALS)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            self.signals.remove(signal.SIGHUP)  # by nohup: the run outlives its terminal
         self._handle(self._on_signal)
         # A process that is forked later is not asked to stop: it ends as it would anywhere.
         os.register_at_fork(after_in_child=lambda: self._handle(signal.SIG_DFL))

@@ -134,17 +134,17 @@ def print_banner(run, train_set, val_set, backend, device):
     rate = ", ".join(f"{group['lr']:.4g}" for group in run.optimizer.param_groups[:3])
     if "lr" in args and rate == f"{args.lr * batch_size / 256:.4g}":
         rate += f" = {args.lr:g} x {batch_size} / 256"
+    to_train = "" if args.evaluate else f"{len(train_set)} items to train, "
     lines = [
         f"{os.path.basename(sys.argv[0])}: processes: {world_size}, {backend}, {where}, "
         f"{args.precision}, torch {torch.__version__}",
         f"each process: threads: {torch.get_num_threads()}, loader workers: {args.workers}"
         f"{decoder and f', images decoded by {decoder}'}",
-        f"{len(train_set)} items to train, {len(val_set)} to validate, "
-        f"{len(run.classes)} classes; {args.arch}",
+        f"{to_train}{len(val_set)} to validate, {len(run.classes)} classes; {args.arch}",
         f"global batch {batch_size} = {world_size} x {batch_size // world_size}; "
         f"learning rate {rate}",
     ]
-    skipped = [getattr(data, "skipped", None) for data in (train_set, val_set)]
+    skipped = dict.fromkeys(getattr(data, "skipped", None) for data in (train_set, val_set))
     lines += [f"warning: not read: {files}" for files in skipped if files]
     if not args.evaluate:
         lines.append(f"checkpoints go to {run.folder}")
@@ -156,7 +156,7 @@ def print_banner(run, train_set, val_set, backend, device):
     elif args.evaluate or args.resume:
         lines.append("no checkpoint was read")
     before, now = run.resumed_args, run.saved_args
-    for name in sorted(before.keys() & now.keys() - {"resume", "evaluate", "workers"}):
+    for name in sorted(before.keys() & now.keys() - {"resume", "evaluate", "workers", "images"}):
         if before[name] != now[name]:
             lines.append(f"  changed: {name} {before[name]} -> {now[name]}")
     if not args.evaluate and run.finished():

@@ -20,7 +20,7 @@ class Watch:
     """Ends this process when it fails or hangs, with a line that names its rank, epoch and step.
 
     A failure is an uncaught exception: a traceback is printed, and the exit code is 1. For a
-    FloatingPointError, a loss that is not finite, rank 0 prints one line, and the exit code is 2. A
+    FloatingPointError, a loss that is not finite, it is one line, and the exit code is 2. A
     hang is a time of more than `seconds` after beat(), without another beat() or rest(). On GPUs it
     is a minute more, for NCCL has a limit of its own, and names the collective. The end is
     os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
@@ -63,13 +63,12 @@ class Watch:
         # A loader's worker that was killed causes two errors. The second, from torch's handler of
         # this signal, would be raised in here.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if kind is FloatingPointError:
-            if self.rank > 0:
-                time.sleep(3)  # once one has exited the launcher may end all: rank 0 speaks first
-            else:
-                say(f"error: {error} ({self.run.place()}): a lower --lr may help")
-            os._exit(2)
         reason = first_line(error)
+        if kind is FloatingPointError and not reason.startswith("Caught "):
+            # Once one process has exited the launcher may end all: rank 0 speaks first.
+            time.sleep(10 if self.rank > 0 else 0)
+            say(f"error: {reason} ({self.run.place()}): a lower --lr may help")
+            os._exit(2)
         if reason.startswith("Caught "):  # in a loader's worker: the cause is the last line
             reason = str(error).strip().splitlines()[-1]
         self._end(traceback.format_exception(kind, error, trace), reason)

@@ -115,7 +115,7 @@ COMMANDS = sorted(
 @pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_the_documents(command, work, tmp_path):
-    for name in ("start.sh", "common", "tests", SCRIPT.name):
+    for name in ("start.sh", "common", "longrun", "tests", SCRIPT.name):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data").symlink_to(work / "data")
     line = command.replace("/path/to/imagenet", "data/digits --epochs 1")

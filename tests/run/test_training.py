@@ -34,10 +34,11 @@ from tests import nets
 from tests.launched import FLAGS, IN_ROOT, SCRIPTS, SMOOTH, WARNS, same_run, straight
 
 
-def test_a_script_and_common_alone_learn_the_digits(tmp_path):
+def test_a_script_and_its_rooms_alone_learn_the_digits(tmp_path):
     """Plain python is a group of one; the default model, in the precision that is it on GPUs."""
     shutil.copy(ROOT / "distributed.py", tmp_path)
-    shutil.copytree(ROOT / "common", tmp_path / "common")
+    for room in ("common", "longrun"):
+        shutil.copytree(ROOT / room, tmp_path / room)
     flags = "--max-steps 6 -p 2 --image-size 32 --warmup-epochs 0 --precision bf16".split()
     output = run([PYTHON, "distributed.py", *flags], tmp_path, env=ONE_THREAD)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+) \(", output)]
@@ -47,7 +48,7 @@ def test_a_script_and_common_alone_learn_the_digits(tmp_path):
     assert row["images_per_second"] > 0 and 0 <= row["data_time"] < 1
     assert load(tmp_path / "checkpoints")["arch"] == "resnet18"
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
-    assert left == {"distributed.py", "common", "data", "checkpoints"}
+    assert left == {"distributed.py", "common", "longrun", "data", "checkpoints"}
 
 
 LAUNCH = [PYTHON, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2"]

@@ -396,7 +396,7 @@ def test_an_index_is_used_only_if_it_is_good(archives, capsys):
     middle = len(good) // 2
     index.write_bytes(good[:middle] + b"other" + good[middle + 5 :])
     assert drawn(indexed(archives)) == pixels
-    assert capsys.readouterr().out == f"indexing {archives}/train.tar, once\n"
+    assert capsys.readouterr().out == f"indexing '{archives}/train.tar', once\n"
     os.utime(archives / "train.tar", ns=(0, 0))  # it may be another one
     indexed(archives)
     assert "indexing" in capsys.readouterr().out

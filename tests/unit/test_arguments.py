@@ -26,7 +26,7 @@ def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
     for words in (
         "your package.module:callable (default: resnet50) ",
         "it is scaled with the batch (default: 0.1) ",
-        "save every N steps too; 0: do not (default: 0) ",
+        "save every N steps of an epoch (default: 0) ",
         "of the training loss (default: 0.0) ",
         f"of the forward pass (default: {precision}) ",
         "loader processes (default: 1) ",

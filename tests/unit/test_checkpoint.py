@@ -162,7 +162,7 @@ def test_a_checksum_is_of_all_bits_of_the_weights(tmp_path):
         bits[0, 0, 0, 0] ^= -1 << number  # the highest bit
         assert run.checksum() != before
     run.net = torch.nn.ReLU()
-    assert run.checksum() == 0
+    assert 0 <= run.checksum() < 2**20  # without weights too
 
 
 no_meters = lambda: (*parts()[:3], {})  # noqa: E731
