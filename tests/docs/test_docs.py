@@ -210,10 +210,10 @@ def test_plot(command, tmp_path):
     assert "acc1" in said or (tmp_path / "curves.svg").exists()
 
 
-def small(command, folder, *more):
+def small(command, folder, *more, data="data/small"):
     """What a script says, behind a launcher that test_start runs; more: flags of a small model."""
     script, flags = re.fullmatch(rf"{LAUNCHER} (\w+)(?:\.py)? ?(.*)", command).groups()
-    words = shlex.split(re.sub("/path/to/[a-z]+", "data/small", flags))
+    words = shlex.split(re.sub("/path/to/[a-z]+", str(data), flags))
     env = {"TORCH_HOME": folder / "data/torch"}
     return good(folder / f"{script}.py", *words, *more, env=env)
 
@@ -224,7 +224,13 @@ def test_flags_of_a_script(command, clone, trained, tmp_path):
     more = ["--checkpoint-dir", tmp_path / "c"]
     if "checkpoints/" not in command:  # else the model is that of the checkpoint
         more += [*QUICK, "-a", "resnet18"] if "--data" in command else PLAIN
-    result(small(command, clone, *more))
+    data = "data/small"
+    if "--evaluate" in command and "--pretrained" in command:  # of ImageNet's 1000 classes
+        data, image = tmp_path / "data", next((clone / "data/small/val").rglob("*.*"))
+        for number in range(1000):
+            (data / f"val/{number}").mkdir(parents=True)
+            shutil.copy(image, data / f"val/{number}")
+    result(small(command, clone, *more, data=data))
     assert (tmp_path / "c").exists() != ("--evaluate" in command)
 
 

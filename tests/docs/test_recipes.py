@@ -429,7 +429,7 @@ def test_bad_images(train, work, tmp_path):
     broken.write_bytes(broken.read_bytes()[:40])
     flags = ["-b", "40", "--data", tmp_path / "data", "--epochs", "1"]
     output, state = train("bad_images", "c", *flags)
-    assert output.count(f"warning: cannot read image {broken}") == 1
+    assert output.count(f"warning: cannot read image '{broken}'") == 1
     assert last_result(output) and state["epoch"] == 1
 
 
