@@ -94,14 +94,14 @@ def main():
 
         # Model. `net` is the plain module, saved and loaded. `model` is trained and evaluated.
         torch.manual_seed(args.seed)
-        # As the model gets images: build_model tries it on two, for BatchNorm cannot train on one.
+        # An example of what the model takes, to try it: two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
 
     # From here on, an error ends this process with a line that names its epoch and step. So does
     # what takes more than --dist-timeout after watch.beat().
     watch = Watch(rank, run, args.dist_timeout)
-    # They bring batches to the device, and normalise images there, which are uint8 RGB until then.
+    # Prefetchers bring batches to the device. Images are uint8 RGB until then: they normalise them.
     train_batches = Prefetcher(train_loader, device)
     val_batches = Prefetcher(val_loader, device)
 

@@ -103,7 +103,7 @@ def main():
 
         # Model. `net` is the plain module: it is saved, loaded and evaluated. `model` is trained.
         torch.manual_seed(args.seed)
-        # As the model gets images: build_model tries it on two, for BatchNorm cannot train on one.
+        # An example of what the model takes, to try it: two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
 
@@ -118,7 +118,7 @@ def main():
         device_id=device if backend == "nccl" else None,  # NCCL would guess it from the rank
     )
     watch.beat()
-    # They bring batches to the device, and normalise images there, which are uint8 RGB until then.
+    # Prefetchers bring batches to the device. Images are uint8 RGB until then: they normalise them.
     train_batches = Prefetcher(train_loader, device)
     val_batches = Prefetcher(val_loader, device)
 
