@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import PYTHON, ROOT, SMALL, run
+from conftest import PYTHON, ROOT, SMALL, load, run
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,8 +15,8 @@ from common.loader import Seeded
 from common.metrics import AverageMeter, accuracy
 from common.model import build_model
 from tests import nets
-from tests.docs.copies import edited
-from tests.docs.ranks import good
+from tests.docs.copies import copy, edited
+from tests.docs.ranks import good, run_ranks
 
 
 def said(start, page="copying"):
@@ -168,3 +168,18 @@ def test_a_meter_takes_means_as_everywhere():
     meter.update(torch.tensor(2.0), n=3)
     meter.update(4.0)
     assert (meter.val, meter.avg, meter.count) == (4.0, 2.5, 4)
+
+
+@pytest.mark.full
+def test_layers_that_are_unfrozen_after_the_wrap_end_the_run(work, tmp_path):
+    """Each process would train them on its own part: seen at the end of that epoch."""
+    order = "        train_sampler.set_epoch(epoch, steps)"
+    edits = [
+        ("    optimizer = torch", "    net[0].requires_grad_(False)\n    optimizer = torch"),
+        (order, f"        net[0].requires_grad_(epoch > 0)\n{order}"),
+    ]
+    path = copy(tmp_path / "here", edits=edits)
+    flags = [*SMALL, "--epochs", "3", "--checkpoint-dir", tmp_path / "c"]
+    codes, output = run_ranks(path, flags, 2, work)
+    assert any(codes) and "step 29: the processes have different weights: each trained" in output
+    assert load(tmp_path / "c")["epoch"] == 1 and "epoch 1/3  loss " in output
