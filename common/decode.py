@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import io
 import os
+import re
 import tempfile
 import warnings
 
@@ -27,6 +28,7 @@ with contextlib.suppress(ImportError, OSError), tempfile.TemporaryDirectory() as
             import nvidia.nvimgcodec as nvimgcodec
         finally:
             del os.environ["NVIMGCODEC_EXTENSIONS_PATH"], os.environ["PYNVIMGCODEC_VERBOSITY"]
+MARKER = re.compile(rb"\xff[^\0]")  # in a JPEG's pixels an ff is followed by 0
 DECODER = "nvImageCodec" if nvimgcodec else "PIL"  # for JPEGs; PIL reads the others
 
 
@@ -58,8 +60,7 @@ def _decode_jpeg(data, choose):
         if kind[:1] != b"\xff" or kind[1:] in (b"\xe1", b"\xff", b""):
             return None  # Exif or XMP, by which it may have to be turned; or there is no segment
         place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-    pixels = np.frombuffer(data, np.uint8)[place + 2 : -2]
-    if ((pixels[:-1] == 0xFF) & (pixels[1:] != 0)).any():
+    if MARKER.search(data, place + 2, len(data) - 2):
         return None  # a progressive JPEG, or damage, which a part might not show: PIL reads it all
     try:
         stream = nvimgcodec.CodeStream(data)
