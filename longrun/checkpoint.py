@@ -335,12 +335,6 @@ def check_whole(file):
             if archive.testzip() is not None:
                 raise zipfile.BadZipFile("a checksum does not match")
     except Exception as error:  # each kind of damage raises another one
-        file.seek(0)
-        try:
-            while file.read(1 << 24):
-                pass
-        except OSError as disk:  # zipfile takes it for damage
-            raise OSError(f"cannot read {file.name}: {disk}") from None
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
 
 
