@@ -22,6 +22,8 @@ from conftest import (
     torchrun,
 )
 
+from common.images import digits_folder
+
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
 FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
 FLAGS += "--checkpoint-freq 5 --max-steps 45 -j 1".split()
@@ -51,6 +53,16 @@ def start(name, folder, work, *more, env=SLOW):
         needs_horovod()
     command, own = SCRIPTS[name]
     return Job([*command, *FLAGS, "--checkpoint-dir", folder, *more], work, ONE_THREAD | own | env)
+
+
+def with_pipes(tmp_path):
+    """A folder of the digits in which five images are pipes; more than an epoch leaves out."""
+    digits_folder(tmp_path)
+    data = tmp_path / "digits"
+    for path in sorted(data.glob("train/*/*.png"))[::300]:
+        path.unlink()
+        os.mkfifo(path)
+    return data
 
 
 def at_step(job, step, epoch=1):

@@ -25,6 +25,7 @@ from tests.launched import (
     resumed_where_it_stood,
     same_run,
     straight,
+    with_pipes,
 )
 
 CLUSTER = ROOT / "tests/cluster/slurm/cluster.sh"
@@ -90,6 +91,21 @@ def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_pa
     assert resumed_where_it_stood(output, state)
     same_run(tmp_path / "c", straight("distributed", work))
     assert [*tmp_path.glob("file.*")] == stale and len(stale) == ("--dist-file" in command)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["a stopped process", "a pipe"])
+def test_a_hang_ends_the_step(fault, work, tmp_path):
+    """SIGSTOP, which Slurm does not see; an image that is never read to its end."""
+    flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c", "--dist-timeout", "10"]
+    flags += ["--data", with_pipes(tmp_path)] if fault == "a pipe" else []
+    job = Job(srun("-N2 --gres gpu:1", *flags), work, ONE_THREAD | SLOW)
+    if fault == "a stopped process":
+        at_step(job, 13)
+        os.kill(processes(job)[1][-1], signal.SIGSTOP)
+    job.wait_for(r"rank \d failed at epoch 1 step \d+: ")
+    code, output = job.wait(100)  # looks for leftovers too
+    assert code == 1 or (fault == "a stopped process" and code == 137), output  # killed, or awake
 
 
 @pytest.mark.full

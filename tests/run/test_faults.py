@@ -24,11 +24,12 @@ from tests.launched import (
     same_run,
     start,
     straight,
+    with_pipes,
 )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["distributed", "horovod"])
+@pytest.mark.parametrize("name", ["distributed", "horovod", "multiprocessing"])
 def test_a_stopped_process_is_missed(name, work, tmp_path):
     """SIGSTOP: it holds its connections and says nothing. Horovod itself would only warn."""
     job = start(name, tmp_path / "c", work, "--dist-timeout", "10")
@@ -50,6 +51,15 @@ def test_a_run_that_waits_for_images_ends(work, tmp_path):
     output = job.finish(code=1, timeout=60)
     assert "see the stack above" in output, output
     assert re.search(r"rank 0 failed at epoch 1 step \d+: no progress for [45]\S* s", output)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["distributed", "horovod", "multiprocessing"])
+def test_an_image_that_is_a_pipe_ends_the_run(name, work, tmp_path):
+    """Nobody writes to it, so that a worker waits for ever, and each process for another."""
+    job = start(name, tmp_path / "c", work, "--dist-timeout", "10", "--data", with_pipes(tmp_path))
+    output = job.finish(code=1, timeout=90)
+    assert re.search(r"rank \d failed at epoch 1 step \d+: no progress for 10 s", output), output
 
 
 @pytest.mark.full
