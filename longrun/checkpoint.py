@@ -321,7 +321,9 @@ def read_checkpoint(path):
         except (pickle.UnpicklingError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "weights_only" not in str(error):
                 reason = first_line(error)  # such as: memory is short
-                raise ValueError(f"torch.load cannot read {path}: {reason}") from None
+                # torch 2.6 also looks at bytes that zipfile does not.
+                kind = Damaged if "PytorchStreamReader" in reason else ValueError
+                raise kind(f"torch.load cannot read {path}: {reason}") from None
             checkpoint = None  # torch's message is advice to run the code in it
     if not isinstance(checkpoint, dict) or "best_epoch" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of these scripts")
