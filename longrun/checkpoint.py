@@ -341,7 +341,7 @@ def check_whole(file):
 
 
 def lock_folder(folder):
-    """Make a folder, and lock it for as long as this process keeps the file that is returned.
+    """Make a folder, and lock it until this process ends, or closes the file descriptor returned.
 
     Raises ValueError where another process has locked it.
     """
@@ -349,7 +349,7 @@ def lock_folder(folder):
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--checkpoint-dir {folder}: {error.strerror}") from None
-    lock = open(os.path.join(folder, ".lock"), "a")  # noqa: SIM115
+    lock = os.open(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
     except (BlockingIOError, PermissionError):

@@ -321,6 +321,7 @@ def blocks():
     made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
     columns = ("index_s", "start_s", "worker_private_mb", "us_per_image")
     made["scale"] = table("scale", "name", "files", *columns)
+    made["versions"] = table("versions", "torch", "unit", "full", "minimal")
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
@@ -358,6 +359,25 @@ def fill(text, made):
     return re.sub(r"(<!-- generated: (.+?) -->).*?<!-- end -->", put, text, flags=re.S)
 
 
+def navigation(name):
+    """The first line of a page of docs/: its way back, its other language, and the next page.
+
+    The order is that of the links in docs/README.md, or in its Chinese twin.
+    """
+    end, other, label, after = ".md", ".zh-CN.md", "中文", "next"
+    if name.endswith(other):
+        end, other, label, after = other, end, "English", "下一页"
+    page = name.removeprefix("docs/")
+    index = (ROOT / f"docs/README{end}").read_text()
+    order = [f"README{end}", *re.findall(r"^- \[.*?\]\(([\w.-]+\.md)\)", index, re.M)]
+    links = [f"[README](../README{end})", f"[{label}]({page.removesuffix(end)}{other})"]
+    if page != order[-1]:
+        following = order[order.index(page) + 1]
+        title = re.search("^# (.*)$", (ROOT / "docs" / following).read_text(), re.M)[1]
+        links.append(f"{after}: [{title}]({following})")
+    return " · ".join(links)
+
+
 def everything():
     """{path: text} of all that is generated."""
     files = {f"diffs/{name}.diff": diff("distributed", name, "-U2") for name in OTHERS}
@@ -366,6 +386,9 @@ def everything():
     made = blocks()
     for name in DOCUMENTS:
         files[name] = fill((ROOT / name).read_text(), made)
+        if name not in READMES:
+            files[name] = files[name][files[name].index("# ") :]
+            files[name] = f"{navigation(name)}\n\n{files[name]}"
     return files
 
 

@@ -121,7 +121,7 @@ def test_sigusr1_to_srun_saves_and_ends_all(work, tmp_path):
 
 COMMANDS = sorted(
     {
-        *re.findall(r"\bsrun -K [^`\n|]*\.py[^`\n|]*", (ROOT / "README.md").read_text()),
+        *re.findall(r"\bsrun -K [^`\n|]*\.py[^`\n|]*", (ROOT / "docs/full.md").read_text()),
         *re.findall(r"^\$ (srun .*)$", SCRIPT.read_text(), re.M),
         *re.findall(r"^#   (\w+=.* slurm)\b", (ROOT / "start.sh").read_text(), re.M),
     }

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -34,6 +35,12 @@ def command_of(name, folder, processes=2, epochs=one_gpu.EPOCHS):
     if name == "apex_distributed":
         env["PYTHONPATH"] = str(ROOT / "tests/apex_doubles/today")
     return ["env", *command.split()], env
+
+
+@pytest.mark.parametrize("script", ["minimal/one_gpu.py", "minimal/distributed.py", "doctor.py"])
+def test_needs_torch_and_scikit_learn_alone(script):
+    imports = re.findall(r"^(?:import|from) (\w+)", (ROOT / script).read_text(), re.M)
+    assert {*imports} - sys.stdlib_module_names <= {"torch", "sklearn"}
 
 
 @pytest.fixture(scope="module")
