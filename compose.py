@@ -122,7 +122,7 @@ def used_imports(lines):
     end = lines.index('"""') + 1
     imports = [re.match(r"(?:from \S+ )?import (.*)", line) for line in lines]
     rest = [line for line, match in zip(lines, imports, strict=True) if not match][end:]
-    code = "\n".join(re.sub(r"(^|\s)#.*", "", line) for line in rest)
+    code = re.sub(r'(^|\s)#.*|"[^"\n]*"', "", "\n".join(rest), flags=re.M)
     kept = lines[:end]
     for line, match in zip(lines[end:], imports[end:], strict=True):
         if not match:
