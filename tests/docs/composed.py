@@ -1,22 +1,20 @@
 """Composed scripts: written into a folder, started as their first lines say, and looked at."""
 
-import os
 import re
 import runpy
 import shutil
 import socket
 import tempfile
-from pathlib import Path
 
 import torch
-from conftest import HOROVODRUN, PYTHON, ROOT, Job, run
+from conftest import HOROVODRUN, PYTHON, ROOT, Job
 from torch.utils.data import DataLoader
 
 import compose
 from tests.docs.copies import USER, edited
 from tests.docs.ranks import run_ranks
 
-# Before a script that srun would start: Slurm's variables, and a scontrol that says where rank 0 is.
+# Before a script that srun would start: Slurm's variables, and a scontrol in the folder.
 SLURM = """
 import os
 os.environ |= {"SLURM_PROCID": os.environ["RANK"], "SLURM_LOCALID": os.environ["LOCAL_RANK"]}
@@ -39,7 +37,9 @@ def write(folder, start, data="digits", features=(), epochs=2, edits=(), dying=F
     text = compose.script(start, data, features)
     text = re.sub(r"^EPOCHS = \d+", f"EPOCHS = {epochs}", text, flags=re.M)
     if data == "images":  # smaller ones, and a smaller model
-        text = text.replace("resnet50", "resnet18").replace("(224)", "(32)").replace("(256)", "(32)")
+        text = (
+            text.replace("resnet50", "resnet18").replace("(224)", "(32)").replace("(256)", "(32)")
+        )
         text = re.sub(r"^BATCH_SIZE = \d+", "BATCH_SIZE = 16", text, flags=re.M)
         text = re.sub(r"^WARMUP = \d+", "WARMUP = 5", text, flags=re.M)
         class_folders(folder / "data")
