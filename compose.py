@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "minimal/template"
@@ -64,12 +65,13 @@ def made_by(known, chosen):
 
 def holds(condition, true):
     """Whether a condition holds: names, which are true if they are in `true`; and, or, not, ( )."""
+    code = compiled(condition)
+    return eval(code, {name: name in true for name in code.co_names})
 
-    def value(match):
-        word = match[0]
-        return word if word in ("and", "or", "not") else str(word in true)
 
-    return eval(re.sub(r"\w+", value, condition))
+@cache
+def compiled(condition):
+    return compile(condition, condition, "eval")
 
 
 def render(template, chosen, file, made):
@@ -123,16 +125,16 @@ def used_imports(lines):
     imports = [re.match(r"(?:from \S+ )?import (.*)", line) for line in lines]
     rest = [line for line, match in zip(lines, imports, strict=True) if not match][end:]
     code = re.sub(r'(^|\s)#.*|"[^"\n]*"', "", "\n".join(rest), flags=re.M)
+    used = {*re.findall(r"(?<![\w.])\w+\.?", code)}  # with the dot behind a name
     kept = lines[:end]
     for line, match in zip(lines[end:], imports[end:], strict=True):
         if not match:
             if line or kept[-1] or kept[-2] != '"""':
                 kept.append(line)
         elif line.startswith("import"):
-            name = match[1].split(" ")[-1]
-            kept += [line] * bool(re.search(rf"(?<![\w.]){name}\.", code))
+            kept += [line] * (match[1].split(" ")[-1] + "." in used)
         else:
-            names = [n for n in match[1].split(", ") if re.search(rf"(?<![\w.]){n}\b", code)]
+            names = [name for name in match[1].split(", ") if used & {name, name + "."}]
             line = line[: match.start(1)] + ", ".join(names)
             if len(line) > WIDTH:
                 kept += [line[: match.start(1)] + "(", *(f"    {name}," for name in names), ")"]

@@ -83,19 +83,19 @@ const compose = (() => {
     const imports = lines.map((line) => line.match(/^((?:from \S+ )?import )(.*)/));
     const rest = lines.filter((_, i) => i >= end && !imports[i]);
     const code = rest.join("\n").replace(/(^|\s)#.*|"[^"\n]*"/gm, "");
+    const used = new Set(code.match(/(?<![\w.])\w+\.?/g)); // with the dot behind a name
     const kept = lines.slice(0, end);
     lines.slice(end).forEach((line, i) => {
       const match = imports[end + i];
       if (!match) {
         if (line || kept[kept.length - 1] || kept[kept.length - 2] !== '"""') kept.push(line);
       } else if (line.startsWith("import")) {
-        const name = match[2].split(" ").pop();
-        if (RegExp(`(?<![\\w.])${name}\\.`).test(code)) kept.push(line);
+        if (used.has(match[2].split(" ").pop() + ".")) kept.push(line);
       } else {
-        const used = match[2].split(", ").filter((n) => RegExp(`(?<![\\w.])${n}\\b`).test(code));
-        const short = match[1] + used.join(", ");
-        if (short.length > WIDTH) kept.push(match[1] + "(", ...used.map((n) => `    ${n},`), ")");
-        else if (used.length) kept.push(short);
+        const names = match[2].split(", ").filter((n) => used.has(n) || used.has(n + "."));
+        const short = match[1] + names.join(", ");
+        if (short.length > WIDTH) kept.push(match[1] + "(", ...names.map((n) => `    ${n},`), ")");
+        else if (names.length) kept.push(short);
       }
     });
     return kept;

@@ -108,7 +108,10 @@ def lines_of(output):
     Ray prints lines twice.
     """
     pattern = r"(?:loss (\S+)  )?(?:F1 (\S+)  )?epoch (\d+): (\S+) % correct"
-    found = {int(e): (loss, f1, said) for loss, f1, e, said in re.findall(pattern, output)}
+    found = {}
+    for loss, f1, epoch, said in re.findall(pattern, output):
+        if loss or f1 or int(epoch) not in found:
+            found[int(epoch)] = loss, f1, said
     assert list(found) == sorted(found), output
     return [tuple(float(x) if x else None for x in found[epoch]) for epoch in sorted(found)]
 
