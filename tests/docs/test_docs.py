@@ -115,6 +115,7 @@ TESTED = {
     r"TORCH_\w+=1 torchrun .* --max-restarts=3 .*": "run/test_resume.py::test_torchrun_",
     r"TORCH_\w+=1 torchrun --nnodes=2:4 .*": "cluster/test_elastic.py::command",
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
+    r"python compose\.py .*": "docs/test_compose.py::test_the_command",
     r"torchrun .* -- gan\.py .*": "docs/test_docs.py::test_flags_that_torchrun_would_take",
     r"python -m benchmarks\.\w+.*": "run/test_benchmark.py::command",
     r"python tools/record\.py": "docs/test_record.py::test_the_recording",
