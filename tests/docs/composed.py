@@ -1,7 +1,6 @@
 """Composed scripts: written into a folder, started as their first lines say, and looked at."""
 
 import re
-import runpy
 import shutil
 import socket
 import tempfile
@@ -119,7 +118,8 @@ def lines_of(output):
 @torch.no_grad()
 def guessed(path, data):
     """(targets, predictions) of the weights that a script has saved, for its validation set."""
-    names = runpy.run_path(str(path), run_name="train")
+    names = {"__name__": "train"}
+    exec(re.sub(r"^from apex.*\n", "", path.read_text(), flags=re.M), names)
     if data == "digits":
         from tests.docs.copies import predicted, validation_set
 
