@@ -156,36 +156,37 @@ def test_the_pages_have_the_reasons():
 # ---- What the scripts do.
 
 
-def covering():
-    """Combinations of which each pair of choices that is allowed is in one at least."""
+def covering(strength):
+    """Combinations such that all choices of each two axes, or three, meet in one at least."""
     axes, draw = [STARTS, DATA, *([name, ""] for name in FEATURES)], random.Random(0)
 
-    def pairs(row):
-        return set(itertools.combinations(enumerate(row), 2))
+    def meetings(row):
+        return set(itertools.combinations(enumerate(row), strength))
 
     def possible(row):
         return allowed(row[0], row[1], filter(None, row[2:]))
 
-    def drawn(pair=()):
+    def drawn(meeting):
         row = [draw.choice(axis) for axis in axes]
-        for place, name in pair:
+        for place, name in meeting:
             row[place] = name
         return row
 
     left, rows = set(), []
-    for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2):
-        left |= {((i, x), (j, y)) for x in a for y in b}
-    while left:
-        pair = min(left)
-        tries = [row for row in (drawn(pair) for _ in range(40)) if possible(row)]
-        if tries:
-            rows.append(max(tries, key=lambda row: len(left & pairs(row))))
-            left -= pairs(rows[-1])
-        left.discard(pair)
+    for places in itertools.combinations(range(len(axes)), strength):
+        for names in itertools.product(*(axes[place] for place in places)):
+            left.add(tuple(zip(places, names, strict=True)))
+    for meeting in sorted(left):
+        if meeting not in left:
+            continue
+        tries = [row for row in (drawn(meeting) for _ in range(40)) if possible(row)]
+        if tries:  # else it is refused
+            rows.append(max(tries, key=lambda row: len(left & meetings(row))))
+            left -= meetings(rows[-1])
     return [(row[0], row[1], [*filter(None, row[2:])]) for row in rows]
 
 
-ROWS = covering()
+ROWS = covering(2)
 
 
 @pytest.mark.full
@@ -193,10 +194,22 @@ ROWS = covering()
     "start, data, features", ROWS, ids=["-".join([r[0], r[1], *r[2]]) for r in ROWS]
 )
 def test_each_pair_of_choices(start, data, features, tmp_path):
-    """A run of two epochs: what it prints, saves and writes is true of the weights it has saved."""
+    runs_as_it_should(start, data, features, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_each_three_choices(tmp_path):
+    """Some hundred scripts: hours."""
+    for number, row in enumerate(covering(3)):
+        runs_as_it_should(*row, tmp_path / str(number))
+
+
+def runs_as_it_should(start, data, features, folder):
+    """In two epochs: what it prints, saves and writes is true of the weights that it has saved."""
     if start == "horovod":
         needs_horovod()
-    path = write(tmp_path, start, data, features)
+    path = write(folder, start, data, features)
     lines = lines_of(trained(path, start))
     assert len(lines) == 2
     losses, f1s, said = zip(*lines, strict=True)
@@ -215,7 +228,7 @@ def test_each_pair_of_choices(start, data, features, tmp_path):
         f1 = f1_score(target, guess, average="macro", labels=range(3 if data == "images" else 10))
         assert f1s[kept] == pytest.approx(f1, abs=near / 50 if near > 0.06 else 0.00006)
     if "predictions" in features:
-        with open(tmp_path / "predictions.csv", newline="") as file:
+        with open(folder / "predictions.csv", newline="") as file:
             head, *rows = csv.reader(file)
         assert head == ["image", "prediction"] and len(rows) == len(target)
         different = sum(int(row[1]) != number for row, number in zip(rows, guess, strict=True))
