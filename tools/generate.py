@@ -1,6 +1,7 @@
-"""Writes what is generated: diffs/, docs/*.svg, and the blocks of the READMEs and of docs/*.md
-between <!-- generated: NAME --> and <!-- end -->. The tests compare all of it with its sources.
-The diffs in recipes/, minimal/recipes/ and bugs/ follow their script when it has changed.
+"""Writes what is generated: the scripts and the diffs of minimal/ from minimal/template; diffs/,
+docs/*.svg, and the blocks of the READMEs and of docs/*.md between <!-- generated: NAME --> and
+<!-- end -->. The tests compare all of it with its sources. The diffs in recipes/ and bugs/ follow
+their script when it has changed.
 
 $ python tools/generate.py
 """
@@ -15,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 from figures import draw  # noqa: E402
+from page import page  # noqa: E402
+
+import compose  # noqa: E402
 
 READMES = ["README.md", "README.zh-CN.md"]
 DOCUMENTS = READMES + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
@@ -28,7 +32,6 @@ MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
 LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
 # The folders of diffs that people wrote, and the script that each of them changes.
 WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
-WRITTEN["minimal/recipes"] = "minimal/distributed.py"
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -85,6 +88,18 @@ def hunks_of(lines):
         names = re.findall(r"\bdef (\w+)", "\n".join(hunk[: changed[0] + 1]))
         found.append((names[-1] if names else "imports", hunk[changed[0] : changed[-1] + 1]))
     return found
+
+
+def composed():
+    """{path: text} of what the template makes: the minimal scripts, and a diff for each feature."""
+    known, base = compose.choices(), "minimal/distributed.py"
+    paths = {start["file"]: start["name"] for start in known["starts"]}
+    files = {path: compose.script(name, file=path, made="") for path, name in paths.items()}
+    labels = f"--- {base}\n+++ {base}\n"
+    for feature in known["features"]:
+        text = compose.script("torchrun", features=[feature["name"]], file=base, made="")
+        files[f"minimal/recipes/{feature['name']}.diff"] = unified(files[base], text, labels)
+    return files
 
 
 def written_diffs():
@@ -329,7 +344,8 @@ def blocks():
         made[f"minimal {name}"] = whole("distributed", name)
     for name in LIBRARIES:
         made[f"library {name}"] = whole("one_gpu", f"libraries/{name}")
-    for path, text in written_diffs().items():
+    diffs = {path: text for path, text in composed().items() if path.endswith(".diff")}
+    for path, text in (diffs | written_diffs()).items():
         folder, _, name = path.removesuffix(".diff").rpartition("/")
         show = {"recipes": recipe, "bugs": bug, "minimal/recipes": bug}[folder]
         made[f"{folder[:-1]} {name}"] = show(text)
@@ -383,6 +399,9 @@ def everything():
     files = {f"diffs/{name}.diff": diff("distributed", name, "-U2") for name in OTHERS}
     files = {path: "\n".join(lines) + "\n" for path, lines in files.items()}
     files |= {f"docs/{name}": svg for name, svg in draw().items()} | written_diffs()
+    files |= composed()
+    bugs = {path: text for path, text in files.items() if path.startswith("bugs/")}
+    files["docs/index.html"] = page({Path(path).stem: text for path, text in bugs.items()})
     made = blocks()
     for name in DOCUMENTS:
         files[name] = fill((ROOT / name).read_text(), made)

@@ -23,6 +23,7 @@ def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each d
 
 
 def main(config):
+    os.chdir(config["folder"])  # Ray's processes begin in another one
     rank, world_size = train.get_context().get_world_rank(), train.get_context().get_world_size()
     device = get_device()
     torch.manual_seed(rank)  # else all processes would draw the same random numbers
@@ -63,11 +64,11 @@ def main(config):
         dist.all_reduce(correct)  # the sum over all processes
         if rank == 0:
             print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
-            torch.save(net.state_dict(), config["path"])
+            torch.save(net.state_dict(), "digits.pth")
 
 
 if __name__ == "__main__":
     gpus = torch.cuda.device_count()
     scaling = train.ScalingConfig(num_workers=gpus or 2, use_gpu=gpus > 0)
-    config = {"path": os.path.abspath("digits.pth")}  # the processes work in another folder
+    config = {"folder": os.getcwd()}
     TorchTrainer(main, train_loop_config=config, scaling_config=scaling).fit()

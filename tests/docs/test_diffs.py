@@ -71,49 +71,38 @@ def test_format_and_lint():
     subprocess.run(["shellcheck", *scripts], check=True)
 
 
-# Of both pages of recipes: the name, the folder of the diffs, and how its sentence begins that says
-# which do not fit together.
-PAGES = [
-    ("docs/recipes.md", "recipes", "These change the same lines .*: (.*)"),
-    ("docs/recipes_minimal.md", "minimal/recipes", "do not fit together: (.*?),? which has"),
-]
-pages = pytest.mark.parametrize("page, folder, sentence", PAGES, ids=["full", "minimal"])
+PAGE = (ROOT / "docs/recipes.md").read_text()
 
 
-def table(page):
+def table():
     """{recipe: the other scripts that its row says it fits}"""
-    rows = re.findall(r"^\| \[(\w+)\]\(#\w+\) (\|.*)$", (ROOT / page).read_text(), re.M)
+    rows = re.findall(r"^\| \[(\w+)\]\(#\w+\) (\|.*)$", PAGE, re.M)
     return {name: re.findall(r"`(\w+)`", row.split("|")[-2]) for name, row in rows}
 
 
-@pages
-def test_recipes_fit_what_their_table_says(page, folder, sentence, tmp_path):
+def test_recipes_fit_what_their_table_says(tmp_path):
     """No name is missing, and they are written as the scripts are."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for room in ("common", "longrun"):
         (tmp_path / room).symlink_to(ROOT / room)
-    assert sorted(table(page)) == sorted(path.stem for path in (ROOT / folder).glob("*.diff"))
-    script = generate.WRITTEN[folder]
-    for name, others in table(page).items():
-        for number, fitting in enumerate([script, *(f"{other}.py" for other in others)]):
+    assert sorted(table()) == sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
+    for name, others in table().items():
+        for number, fitting in enumerate(f"{script}.py" for script in ["distributed", *others]):
             path = shutil.copy(ROOT / fitting, tmp_path / f"{name}_{number}.py")
-            assert patched(path, f"{folder}/{name}.diff"), f"{name} does not fit {fitting}"
-        written = (ROOT / f"{folder}/{name}.diff").read_text().splitlines()[2:]
-        assert "minimal" not in folder or sum(line[:1] in ("+", "-") for line in written) <= 15
+            assert patched(path, f"recipes/{name}.diff"), f"{name} does not fit {fitting}"
     ruff(tmp_path)
 
 
-@pages
-def test_which_recipes_do_not_fit_together(page, folder, sentence, tmp_path):
+def test_which_recipes_do_not_fit_together(tmp_path):
     """In the order of the table."""
-    (said,) = re.findall(sentence, (ROOT / page).read_text())
+    (said,) = re.findall("These change the same lines .*: (.*)", PAGE)
     clauses = [re.findall(r"`(\w+)`", clause) for clause in said.split(";")]
     said = {frozenset([first, other]) for first, *others in clauses for other in others}
     found = set()
-    for pair in itertools.combinations(table(page), 2):
-        path = shutil.copy(ROOT / generate.WRITTEN[folder], tmp_path / "script.py")
+    for pair in itertools.combinations(table(), 2):
+        path = shutil.copy(ROOT / "distributed.py", tmp_path / "script.py")
         loosely = ["-l"] * (pair == ("accumulate", "clip"))
-        if not all(patched(path, f"{folder}/{name}.diff", *loosely) for name in pair):
+        if not all(patched(path, f"recipes/{name}.diff", *loosely) for name in pair):
             found.add(frozenset(pair))
     assert found == said
 

@@ -117,11 +117,13 @@ TESTED = {
     r"TORCH_\w+=1 torchrun .* --max-restarts=3 .*": "run/test_resume.py::test_torchrun_",
     r"TORCH_\w+=1 torchrun --nnodes=2:4 .*": "cluster/test_elastic.py::command",
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
+    r"python compose\.py .*": "docs/test_compose.py::test_the_command",
     r"torchrun .* -- gan\.py .*": "docs/test_docs.py::test_flags_that_torchrun_would_take",
     r"python -m benchmarks\.\w+.*": "run/test_benchmark.py::command",
     r"python tools/record\.py": "docs/test_record.py::test_the_recording",
     r"python tools/versions\.py .*": "docs/test_docs.py::test_versions_of_torch",
     r"pip install torch scikit-learn": "docs/test_minimal.py::test_needs_torch_and_scikit_learn",
+    r"python tools/picture\.py": "docs/test_page.py::test_the_pictures_of_the_readmes",
 }
 
 

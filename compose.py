@@ -1,0 +1,177 @@
+"""Prints a training script in one file: how it starts, what it can do, and which data it trains on.
+
+$ python compose.py torchrun --with amp,resume,f1 > train.py
+"""
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent / "minimal/template"
+WIDTH = 100  # of a line
+
+
+def choices():
+    """What can be chosen, with its texts in both languages, and what is refused: choices.json."""
+    return json.loads((FOLDER / "choices.json").read_text(encoding="utf-8"))
+
+
+def script(start, data="digits", features=(), file="train.py", made=None):
+    """The text of a script. ValueError with one line if the combination makes no sense.
+
+    file: its name in the command of its first lines; made: how it was made, "" for nothing.
+    """
+    known = choices()
+    for name, among in [(start, "starts"), (data, "data"), *((f, "features") for f in features)]:
+        names = [choice["name"] for choice in known[among]]
+        if name not in names:
+            raise ValueError(f"{name} is none of {', '.join(names)}")
+    chosen = {start, data, *features}
+    if why := refusal(known, chosen):
+        raise ValueError(why)
+    template = (FOLDER / "train.py.txt").read_text(encoding="utf-8")
+    made = made_by(known, chosen) if made is None else made
+    return render(template, chosen, file, made)
+
+
+def refusal(known, chosen, language="en"):
+    """Why these names make no sense together, in one line; "" if they do."""
+    for rule in known["refused"]:
+        if holds(rule["when"], chosen):
+            return rule["why"][language]
+    return ""
+
+
+def made_by(known, chosen):
+    """The command that makes this script."""
+    (start,) = (choice["name"] for choice in known["starts"] if choice["name"] in chosen)
+    (data,) = (choice["name"] for choice in known["data"] if choice["name"] in chosen)
+    words = ["python compose.py", start] + ["--data " + data] * (data != "digits")
+    line, *lines = [" ".join(words)]
+    features = [choice["name"] for choice in known["features"] if choice["name"] in chosen]
+    for number, name in enumerate(features):
+        word = name if number else f" --with {name}"
+        line += "," * (number > 0)
+        if len(line + word) > WIDTH - 12:
+            lines.append(line + "\\")
+            line = ""
+        line += word
+    return "\n".join([*lines, line])
+
+
+def holds(condition, true):
+    """Whether a condition holds: names, which are true if they are in `true`; and, or, not, ( )."""
+    code = compiled(condition)
+    return eval(code, {name: name in true for name in code.co_names})
+
+
+@cache
+def compiled(condition):
+    return compile(condition, condition, "eval")
+
+
+def render(template, chosen, file, made):
+    """The script that a template gives for the names in `chosen`.
+
+    The syntax is told at the top of the template. render.js does the same in a browser.
+    """
+    true = {*chosen, *["made"] * bool(made)}
+    words = {"file": file, "made": made}
+
+    def filled(text):
+        return re.sub(r"\$([a-z_]+)", lambda match: words[match[1]], text)
+
+    def chosen_text(texts):
+        for text in texts.split(" else "):
+            text, _, condition = text.partition(" if ")
+            if not condition or holds(condition, true):
+                return filled(text)
+        return ""
+
+    lines, open_blocks = [], []  # of each block: [shown, whether one of its parts was, its indent]
+    for line in template.splitlines():
+        directive, _, rest = line.strip().partition(" ")
+        shown = all(block[0] for block in open_blocks)
+        if directive == "#if":
+            now = holds(rest, true)
+            open_blocks.append([now, now, ""])
+        elif directive == "#indent":
+            open_blocks.append([True, True, "    " * holds(rest, true)])
+        elif directive in ("#elif", "#else"):
+            block = open_blocks[-1]
+            block[0] = not block[1] and (directive == "#else" or holds(rest, true))
+            block[1] = block[1] or block[0]
+        elif directive == "#end":
+            open_blocks.pop()
+        elif directive == "#let":
+            name, _, value = rest.partition(" = ")
+            if name.startswith("$"):
+                words[name[1:]] = chosen_text(value)
+            elif holds(value, true):
+                true.add(name)
+        elif shown and directive != "##":
+            indent = "".join(block[2] for block in open_blocks)
+            lines += [indent + part if part else "" for part in filled(line).split("\n")]
+    return "\n".join(used_imports(lines)) + "\n"
+
+
+def used_imports(lines):
+    """The lines without the imports that they do not use; a long import in brackets."""
+    end = lines.index('"""') + 1
+    imports = [re.match(r"(?:from \S+ )?import (.*)", line) for line in lines]
+    rest = [line for line, match in zip(lines, imports, strict=True) if not match][end:]
+    code = re.sub(r'(^|\s)#.*|"[^"\n]*"', "", "\n".join(rest), flags=re.M)
+    used = {*re.findall(r"(?<![\w.])\w+\.?", code)}  # with the dot behind a name
+    kept = lines[:end]
+    for line, match in zip(lines[end:], imports[end:], strict=True):
+        if not match:
+            if line or kept[-1] or kept[-2] != '"""':
+                kept.append(line)
+        elif line.startswith("import"):
+            kept += [line] * (match[1].split(" ")[-1] + "." in used)
+        else:
+            names = [name for name in match[1].split(", ") if used & {name, name + "."}]
+            line = line[: match.start(1)] + ", ".join(names)
+            if len(line) > WIDTH:
+                kept += [line[: match.start(1)] + "(", *(f"    {name}," for name in names), ")"]
+            elif names:
+                kept.append(line)
+    return kept
+
+
+def main():
+    known = choices()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("start", nargs="?", help="how it starts, such as torchrun")
+    parser.add_argument("--with", dest="features", default="", help="such as amp,resume,f1")
+    parser.add_argument("--data", default="digits", help="digits, images or own")
+    parser.add_argument("--diff", help="against this start, or the script without this feature")
+    parser.add_argument("--list", action="store_true", help="all that can be chosen")
+    args = parser.parse_args()
+    if args.list or not args.start:
+        for axis in ("starts", "features", "data"):
+            print(f"{axis}:")
+            for choice in known[axis]:
+                if not choice.get("hidden"):
+                    print(f"  {choice['name']:15} {choice['adds']['en']}")
+        return
+    features = [name for name in re.split(r"[\s,]+", args.features) if name]
+    try:
+        text = script(args.start, args.data, features)
+        if args.diff:
+            less = [name for name in features if name != args.diff]
+            start = args.start if args.diff in features else args.diff
+            old = script(start, args.data, less)
+            lines = [part.splitlines(keepends=True) for part in (old, text)]
+            text = "".join(difflib.unified_diff(*lines, f"without {args.diff}", "train.py"))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

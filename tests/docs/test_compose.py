@@ -1,0 +1,382 @@
+"""compose.py and its template: every script that it can write is clean, the page's renderer writes
+the same, and what the scripts do is true. That minimal/ comes out of it is seen in test_docs.py.
+"""
+
+import csv
+import itertools
+import json
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from conftest import PYTHON, ROOT, needs_horovod, run
+from sklearn.metrics import f1_score
+
+import compose
+from tests.docs import composed
+from tests.docs.composed import guessed, lines_of, load, started, trained, write
+from tests.docs.copies import USER, accuracy, equal
+
+KNOWN = compose.choices()
+STARTS = [start["name"] for start in KNOWN["starts"] if "hidden" not in start]
+FEATURES = [feature["name"] for feature in KNOWN["features"]]
+DATA = [data["name"] for data in KNOWN["data"]]
+TEMPLATE = (ROOT / "minimal/template/train.py.txt").read_text()
+
+
+def allowed(start, data, features):
+    return not compose.refusal(KNOWN, {start, data, *features})
+
+
+def some_combinations(count, seed=0):
+    """[(start, data, features)], with few features and with many."""
+    found, draw = [], random.Random(seed)
+    while len(found) < count:
+        share = draw.choice([0.1, 0.3, 0.5, 0.8])
+        chosen = [name for name in FEATURES if draw.random() < share]
+        choice = draw.choice(STARTS), draw.choice(DATA), chosen
+        found += [choice] * allowed(*choice)
+    return found
+
+
+def small_combinations(most):
+    """With each set of at most so many features, and each that lacks at most one of them all."""
+    sets = [[*s] for count in range(most + 1) for s in itertools.combinations(FEATURES, count)]
+    sets += [FEATURES, *([f for f in FEATURES if f != name] for name in FEATURES)]
+    for start, data, chosen in itertools.product(STARTS, DATA, sets):
+        if allowed(start, data, chosen):
+            yield start, data, chosen
+
+
+@pytest.mark.parametrize("most, more", [(1, 150), pytest.param(3, 6000, marks=pytest.mark.full)])
+def test_every_script_is_clean(most, more, tmp_path):
+    """Each imports what it uses and no more, knows its names, and is written as ruff would."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    chosen = [*small_combinations(most), *some_combinations(more)]
+    for number, (start, data, features) in enumerate(chosen):
+        known = {start, data, *features}
+        text = compose.render(TEMPLATE, known, "train.py", compose.made_by(KNOWN, known))
+        (tmp_path / f"script_{number}.py").write_text(text)
+    for words in (["check", "-q"], ["format", "--check", "-q"]):
+        found = subprocess.run(["ruff", *words, "."], cwd=tmp_path, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout[-3000:]
+
+
+def test_the_template_knows_its_words():
+    """A misspelt name would never be true."""
+    names = {*STARTS, *FEATURES, *DATA, "by_hand", "made"}
+    names |= {*re.findall(r"^#let (\w+) =", TEMPLATE, re.M)}
+    conditions = re.findall(r"^#(?:(?:el)?if|indent|let \w+ =) (.*)$", TEMPLATE, re.M)
+    for texts in re.findall(r"^#let \$\w+ = (.*)$", TEMPLATE, re.M):
+        conditions += [part.split(" if ")[1] for part in texts.split(" else ") if " if " in part]
+    used = {word for condition in conditions for word in re.findall(r"\w+", condition)}
+    assert used - {"and", "or", "not"} <= names
+
+
+def test_a_browser_writes_the_same(tmp_path):
+    """render.js, run by node: scripts, how they were made, and what is refused."""
+    if not (node := shutil.which("node")):
+        pytest.skip("needs node")
+    chosen = [sorted({s, d, *f}) for s, d, f in some_combinations(100, seed=1)]
+    chosen += [["apex", "amp", "digits"], ["by_hand", "digits"], ["by_hand", "digits", "f1"]]
+    (tmp_path / "run.js").write_text(
+        (ROOT / "minimal/template/render.js").read_text()
+        + """
+const [template, known, all] = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(all.map((names) => {
+  const chosen = new Set(names), made = compose.madeBy(known, chosen);
+  const text = compose.render(template, chosen, "train.py", made);
+  return [compose.refusal(known, chosen, "zh"), made, text];
+})));"""
+    )
+    given = json.dumps([TEMPLATE, KNOWN, chosen])
+    output = subprocess.run(
+        [node, tmp_path / "run.js"], input=given, capture_output=True, text=True
+    )
+    assert not output.stderr
+    for names, (why, made, text) in zip(chosen, json.loads(output.stdout), strict=True):
+        assert why == compose.refusal(KNOWN, {*names}, "zh")
+        assert made == compose.made_by(KNOWN, {*names})
+        assert text == compose.render(TEMPLATE, {*names}, "train.py", made)
+
+
+def command(*words, code=0):
+    return run([PYTHON, ROOT / "compose.py", *words], ROOT, code=code)
+
+
+def test_the_command(tmp_path):
+    """What it writes says how it was made, and makes itself; a diff has the lines of a feature."""
+    words = ["fsdp", "--data", "images", "--with", ",".join(FEATURES)]
+    text = command(*words)
+    (made,) = re.findall(r"^Made by: (.*(?:(?<=\\)\n.*)*)$", text, re.M)
+    assert run(["bash", "-c", made], ROOT, env=USER) == text and "\nbest," not in made
+    assert command("torchrun", "--with", "f1 amp") == command("torchrun", "--with", "amp,f1")
+    added = [line for line in command(*words, "--diff", "clip").splitlines() if line[0] == "+"]
+    assert "clip_grad_norm_" in added[-1] and "unscale_" in added[-2]
+    assert "-    rank = " in command("one_gpu", "--diff", "torchrun")
+    assert all(f"  {name} " in command("--list") for name in [*STARTS, *FEATURES, *DATA])
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("torchrun --with f2", "f2 is none of loss, amp"),
+        ("torch", "torch is none of one_gpu"),
+        ("torchrun --data mnist", "mnist is none of digits"),
+        ("dataparallel --with compile", "DataParallel copies the net anew"),
+        ("accelerate --with accumulate,weighted", "Accelerate's accumulate"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(words, says):
+    output = command(*words.split(), code=1)
+    assert output.startswith(f"error: {says}") and output.count("\n") == 1
+
+
+def test_the_pages_have_the_reasons():
+    """Word for word, in both languages; and each choice has all of its texts."""
+    for language, page in (("en", "recipes_minimal.md"), ("zh", "recipes_minimal.zh-CN.md")):
+        text = (ROOT / "docs" / page).read_text()
+        for feature in KNOWN["features"]:
+            section = text.split(f"\n## {feature['name']}\n")[1].split("\n## ")[0]
+            assert feature["why"][language] in section and feature["wrong"][language] in section
+            assert (
+                f"[{feature['name']}](#{feature['name']}) | {feature['adds'][language]} |" in text
+            )
+    for choice in [*KNOWN["starts"], *KNOWN["data"], *KNOWN["features"]]:
+        assert all(
+            choice[key][language]
+            for key in ("label", "adds", "why")
+            for language in "en zh".split()
+        )
+
+
+# ---- What the scripts do.
+
+
+def covering(strength):
+    """Combinations such that all choices of each two axes, or three, meet in one at least."""
+    axes, draw = [STARTS, DATA, *([name, ""] for name in FEATURES)], random.Random(0)
+
+    def meetings(row):
+        return set(itertools.combinations(enumerate(row), strength))
+
+    def possible(row):
+        return allowed(row[0], row[1], filter(None, row[2:]))
+
+    def drawn(meeting):
+        row = [draw.choice(axis) for axis in axes]
+        for place, name in meeting:
+            row[place] = name
+        return row
+
+    left, rows = set(), []
+    for places in itertools.combinations(range(len(axes)), strength):
+        for names in itertools.product(*(axes[place] for place in places)):
+            left.add(tuple(zip(places, names, strict=True)))
+    for meeting in sorted(left):
+        if meeting not in left:
+            continue
+        tries = [row for row in (drawn(meeting) for _ in range(40)) if possible(row)]
+        if tries:  # else it is refused
+            rows.append(max(tries, key=lambda row: len(left & meetings(row))))
+            left -= meetings(rows[-1])
+    return [(row[0], row[1], [*filter(None, row[2:])]) for row in rows]
+
+
+ROWS = covering(2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "start, data, features", ROWS, ids=["-".join([r[0], r[1], *r[2]]) for r in ROWS]
+)
+def test_each_pair_of_choices(start, data, features, tmp_path):
+    runs_as_it_should(start, data, features, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_each_three_choices(tmp_path):
+    """Some hundred scripts: hours."""
+    for number, row in enumerate(covering(3)):
+        runs_as_it_should(*row, tmp_path / str(number))
+
+
+def runs_as_it_should(start, data, features, folder):
+    """In two epochs: what it prints, saves and writes is true of the weights that it has saved."""
+    if start == "horovod":
+        needs_horovod()
+    path = write(folder, start, data, features)
+    lines = lines_of(trained(path, start))
+    assert len(lines) == 2
+    losses, f1s, said = zip(*lines, strict=True)
+    assert (None in losses) != ("loss" in features) and (None in f1s) != ("f1" in features)
+    assert "loss" not in features or losses[1] < losses[0]
+
+    scores, kept = f1s if "f1" in features else said, 1
+    if {"best", "early_stopping"} & {*features}:
+        kept = scores.index(max(scores))
+    target, guess = guessed(path, data)
+    # Accelerate validates in mixed precision too: an image or two may differ.
+    near = 200 / len(target) if start == "accelerate" and "amp" in features else 0.051
+    right = 100 * (guess == target).sum().item() / len(target)
+    assert said[kept] == pytest.approx(right, abs=near)
+    if "f1" in features:
+        f1 = f1_score(target, guess, average="macro", labels=range(3 if data == "images" else 10))
+        assert f1s[kept] == pytest.approx(f1, abs=near / 50 if near > 0.06 else 0.00006)
+    if "predictions" in features:
+        with open(folder / "predictions.csv", newline="") as file:
+            head, *rows = csv.reader(file)
+        assert head == ["image", "prediction"] and len(rows) == len(target)
+        different = sum(int(row[1]) != number for row, number in zip(rows, guess, strict=True))
+        assert different <= (2 if near > 0.06 else 0)
+        if data == "images":
+            label = {"a": 0, "b": 1, "c": 2}
+            assert [label[row[0].split("/")[-2]] for row in rows] == target.tolist()
+        else:
+            assert [int(row[0]) for row in rows] == [*range(len(target))]
+    if "resume" in features:
+        assert load(path, "checkpoint.pth")["epoch"] == 2
+        assert not lines_of(trained(path, start))  # again: there is nothing left to do
+
+
+ALIKE = ["torchrun", "spawn", "slurm", "fsdp", "horovod", "fabric", "ray"]
+NEUTRAL = ["loss", "f1", "best", "early_stopping", "predictions", "workers", "dict_batches"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A function: what the plain script of a start prints of each epoch."""
+
+    def once(start, known={}):  # noqa: B006
+        if start not in known:
+            folder = tmp_path_factory.mktemp(start)
+            known[start] = lines_of(trained(write(folder, start, epochs=3), start))
+        return [line[2] for line in known[start]]
+
+    return once
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", STARTS)
+def test_what_only_looks_on_changes_nothing(start, plain, tmp_path):
+    """The accuracies are those of the plain script, to an image."""
+    if start == "horovod":
+        needs_horovod()
+    features = NEUTRAL + ["resume"] * (start in ALIKE)  # else it changes the order of the images
+    output = trained(write(tmp_path, start, "digits", features, epochs=3), start)
+    assert [line[2] for line in lines_of(output)] == plain("torchrun" if start in ALIKE else start)
+
+
+STATEFUL = "loss amp clip schedule f1 early_stopping predictions ema resume workers".split()
+# Dropout draws random numbers in each step.
+DROPOUT = [("nn.Flatten(), ", "nn.Flatten(), nn.Dropout(0.2), ")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", STARTS)
+def test_a_resume_after_a_kill_ends_with_the_same_bits(start, tmp_path):
+    """All processes are killed in mid-epoch; all that is saved is compared."""
+    if start == "horovod":
+        needs_horovod()
+    features = [name for name in STATEFUL if allowed(start, "digits", [name])]
+    whole, killed = (
+        write(tmp_path / x, start, "digits", features, 3, DROPOUT, dying=True) for x in "ab"
+    )
+    straight = lines_of(trained(whole, start))
+    well, output = started(killed, start, env={"DIE": 1})
+    assert not well and len(lines_of(output)) == 1 and load(killed, "checkpoint.pth")["epoch"] == 1
+    assert lines_of(trained(killed, start)) == straight[1:]
+    for name in ("digits.pth", "checkpoint.pth"):
+        assert equal(load(whole, name), load(killed, name)), name
+    assert (tmp_path / "a/predictions.csv").read_text() == (
+        tmp_path / "b/predictions.csv"
+    ).read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["torchrun", "fsdp"])
+def test_two_parts_are_two_processes(start, tmp_path):
+    """To the bit, but for BatchNorm's statistics: those of one process have seen both parts."""
+    edits = [("PARTS = 4", "PARTS = 2")]
+    parts = write(tmp_path / "parts", start, features=["accumulate"], edits=edits)
+    ranks = write(tmp_path / "ranks", start)
+    trained(parts, start, ranks=1), trained(ranks, start)
+    one, two = load(parts, "digits.pth"), load(ranks, "digits.pth")
+    names = [name for name in one if "running" not in name and "num_batches" not in name]
+    assert all(one[name].equal(two[name]) for name in names) and len(names) == 6
+
+
+NO_BATCHNORM = [("nn.BatchNorm2d(64), ", "")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parts", [[], ["accumulate"]])
+@pytest.mark.parametrize("start", ["torchrun", "fsdp", "horovod", "fabric", "ray", "accelerate"])
+def test_class_weights_are_those_of_the_whole_batch(start, parts, tmp_path):
+    """The weights of two processes are those of one, to rounding, and other than without."""
+    if start == "horovod":
+        needs_horovod()
+    if not allowed(start, "digits", ["weighted", *parts]):
+        return
+    features = ["weighted", *parts]
+    trained(write(tmp_path / "two", start, features=features, edits=NO_BATCHNORM), start)
+    alone = start if start == "accelerate" else "torchrun"  # Accelerate has another order
+    one = write(tmp_path / "one", alone, features=["weighted"], edits=NO_BATCHNORM)
+    trained(one, alone, ranks=1)
+    two = load(tmp_path / "two/train.py", "digits.pth")
+    torch.testing.assert_close(two, load(one, "digits.pth"), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["one_gpu", "torchrun", "fsdp"])
+def test_ema(start, tmp_path):
+    """The first steps' weights are taken as they are; then a hundredth of the way in each step."""
+    probe = "            average.update_parameters(net)"
+    seen = """            bias = net[2].bias.detach()
+            whole = bias.full_tensor() if hasattr(bias, "full_tensor") else bias
+            seen = whole.clone() if epoch + step == 0 else 0.99 * seen + 0.01 * whole
+"""
+    features = ["ema"]
+    path = write(tmp_path, start, features=features, epochs=1)
+    script = path.read_text().replace(probe, seen + probe)
+    script = script.replace(
+        "for images, target in train_loader",
+        "for step, (images, target) in enumerate(train_loader)",
+    )
+    script = re.sub(r"( +)torch\.save\(", r"\1torch.save(seen, 'seen.pth')\n\1torch.save(", script)
+    path.write_text(script)
+    output = trained(path, start)
+    weights = load(path, "digits.pth")
+    torch.testing.assert_close(weights["2.bias"], load(path, "seen.pth"))
+    assert f"{accuracy(weights)} % correct" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["torchrun", "fsdp", "horovod"])
+def test_gradients_are_clipped_once_they_are_averaged_and_unscaled(start, tmp_path):
+    """In fp16: the norm of what a step uses is 1 at most, and 1 in some; all agree."""
+    path = write(tmp_path, start, features=["amp", "clip"], epochs=1)
+    script = path.read_text().replace("torch.bfloat16", "torch.float16", 1)
+    line = re.search(r"^ +(?=nn\.utils\.clip_grad_norm_.*\n)", script, re.M)[0]
+    clip = re.search(r"nn\.utils\.clip_grad_norm_.*\n", script)[0]
+    look = f"{line}norm = nn.utils.get_total_norm([w.grad for w in net.parameters()])\n"
+    look += f"{line}print('norm', rank, float(getattr(norm, 'full_tensor', lambda: norm)()))\n"
+    path.write_text(script.replace(clip, f"{clip}{look}"))
+    output = trained(path, start)
+    norms = [float(number) for number in re.findall(r"norm 0 (\S+)", output)]
+    assert len(norms) == 22 and max(norms) == pytest.approx(1, abs=1e-3) and min(norms) < 0.99
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["one_gpu", "torchrun"])
+def test_compile(start, tmp_path):
+    """By Inductor: it trains, and the keys are those of the plain net."""
+    composed.write(tmp_path, start)
+    path = tmp_path / "train.py"
+    path.write_text(compose.script(start, features=["compile"]).replace("EPOCHS = 5", "EPOCHS = 1"))
+    output = trained(path, start)
+    assert f"{accuracy(load(path, 'digits.pth'))} % correct" in output
