@@ -359,7 +359,7 @@ def test_ema(start, tmp_path):
 @pytest.mark.parametrize("start", ["torchrun", "fsdp", "horovod"])
 def test_gradients_are_clipped_once_they_are_averaged_and_unscaled(start, tmp_path):
     """In fp16: the norm of what a step uses is 1 at most, and 1 in some; all agree."""
-    path = write(tmp_path, start, features=["amp", "clip"], epochs=1)
+    path = write(tmp_path, start, features=["amp", "clip"], epochs=4)
     script = path.read_text().replace("torch.bfloat16", "torch.float16", 1)
     line = re.search(r"^ +(?=nn\.utils\.clip_grad_norm_.*\n)", script, re.M)[0]
     clip = re.search(r"nn\.utils\.clip_grad_norm_.*\n", script)[0]
@@ -368,7 +368,7 @@ def test_gradients_are_clipped_once_they_are_averaged_and_unscaled(start, tmp_pa
     path.write_text(script.replace(clip, f"{clip}{look}"))
     output = trained(path, start)
     norms = [float(number) for number in re.findall(r"norm 0 (\S+)", output)]
-    assert len(norms) == 22 and max(norms) == pytest.approx(1, abs=1e-3) and min(norms) < 0.99
+    assert len(norms) == 88 and max(norms) == pytest.approx(1, abs=1e-3) and min(norms) < 0.9
 
 
 @pytest.mark.full
