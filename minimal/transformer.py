@@ -81,6 +81,8 @@ def main():
         fully_shard(block, mp_policy=policy)  # float32 in parts, gathered in bf16
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 
+    if rank == 0:
+        shutil.rmtree(FOLDER / "unfinished", ignore_errors=True)  # of a run that was killed
     saved = [int(path.name) for path in FOLDER.glob("[0-9]*")]  # epochs
     if saved:  # by any number of processes
         weights, moments = get_state_dict(net, optimizer)  # my parts, to be filled
