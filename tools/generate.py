@@ -32,6 +32,7 @@ MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
 LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
 # The folders of diffs that people wrote, and the script that each of them changes.
 WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
+WRITTEN["minimal/recipes/transformer"] = "minimal/transformer.py"
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -322,6 +323,27 @@ def memory():
     return " |\n| ".join(rows)
 
 
+def transformer():
+    """{NAME: what stands in a block} of docs/transformer.md, but for the diffs."""
+    parts = {
+        "divided": [("net = Net()", "optimizer = ")],
+        "windows": [("text = torch.tensor(list(", "val_loader = "), ("sums = ", "dist.all_reduce")],
+        "checkpoints": [
+            ("saved = ", "set_state_dict(net"),
+            ("dist.all_reduce(sums)", "rmtree(FOLDER / str"),
+        ],
+        "sample": [("torch.manual_seed(0)  # all processes draw", "print(bytes")],
+    }
+    path = "minimal/transformer.py"
+    made = {f"transformer {name}": excerpt(path, *pairs) for name, pairs in parts.items()}
+    rows = []
+    for size, layers in ((1, 24), (7, 32)):  # billions
+        shares = [f"{16 * size / processes:g}" for processes in (1, 2, 4, 8)]
+        unit = size / layers * (2 * 2 + 4)  # two blocks in bf16, the gradients of one
+        rows.append(" | ".join([f"{size} billion", *shares, f"{unit:.1f}"]))
+    return made | {"transformer memory": " |\n| ".join(rows)}
+
+
 def blocks():
     """{NAME: what stands in the block}."""
     made = {f"diff {name}": strategy("distributed", name, HUNKS[name]) for name in OTHERS}
@@ -347,8 +369,9 @@ def blocks():
     diffs = {path: text for path, text in composed().items() if path.endswith(".diff")}
     for path, text in (diffs | written_diffs()).items():
         folder, _, name = path.removesuffix(".diff").rpartition("/")
-        show = {"recipes": recipe, "bugs": bug, "minimal/recipes": bug}[folder]
-        made[f"{folder[:-1]} {name}"] = show(text)
+        kind = "transformer" if folder.endswith("transformer") else folder[:-1]
+        made[f"{kind} {name}"] = recipe(text) if folder == "recipes" else bug(text)
+    made |= transformer()
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))

@@ -1,13 +1,18 @@
 """What docs/faq.md says of models and data that are unlike the example, in two processes."""
 
+import io
 import re
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import PYTHON, ROOT, run, torchrun
+from PIL import Image
 from torch import nn
 
+from tests.docs.copies import patched
 from tests.docs.ranks import good
 
 pytestmark = pytest.mark.full
@@ -227,6 +232,55 @@ def test_breakpoint_under_torchrun(tmp_path):
         timeout=120,
     )
     assert "(Pdb) 42" in typed.stdout and typed.stdout.count("went on") == 2, typed
+
+
+def test_the_calls_that_were_made(tmp_path):
+    """The page's lines print what it shows, but for the numbers of lines, which are a script's."""
+    codes = re.findall(r"`([^`\n]+)`", DEBUGGING)
+    read, show = (code for code in codes if code.startswith(("calls = ", "print(rank, [")))
+    script = f"""
+import datetime, os, pickle, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+numbers = torch.ones(3)
+dist.all_reduce(numbers)
+try:
+    if rank == 0:
+        dist.all_reduce(numbers)
+    else:
+        dist.broadcast(torch.ones(5), src=1)
+        dist.barrier()
+except RuntimeError:
+    {read}
+    {show}
+os._exit(0)  # the group is broken
+"""
+    (tmp_path / "script.py").write_text(script)
+    output = good(tmp_path / "script.py", ranks=2)
+    (sample,) = re.findall(r"^```text\n(0 .*?)^```", DEBUGGING, re.M | re.S)
+    output, sample = (re.sub(r", \d+\)", ", #)", text) for text in (output, sample))
+    assert sorted(output.splitlines()) == sample.splitlines()
+
+
+def test_the_lines_where_processes_wait(tmp_path):
+    """Those of the page's stacks, in a script with that mistake."""
+    script = shutil.copy(ROOT / "minimal/distributed.py", tmp_path)
+    assert patched(script, "bugs/all_reduce_on_rank_0.diff")
+    lines = ["", *Path(script).read_text().splitlines()]
+    reduces, forward = map(int, re.findall(r"main \(minimal/distributed\.py:(\d+)\)", DEBUGGING))
+    assert "dist.all_reduce(" in lines[reduces] and "model(images" in lines[forward]
+
+
+def test_a_warning_that_names_no_file(tmp_path):
+    """Stands below the one of the three whose end has bytes too many, and no other does."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
+    data = buffer.getvalue()
+    for name, more in [("a", b""), ("b", b"\0abcdefghijklm"), ("c", b"")]:
+        (tmp_path / f"{name}.jpg").write_bytes(data[:-2] + more + data[-2:])
+    lines = [said("from common.decode"), "paths = ['a.jpg', 'b.jpg', 'c.jpg']", said("for path in")]
+    output = run([PYTHON, "-c", "\n".join(lines)], tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert output.splitlines() == ["a.jpg", "b.jpg", said("Corrupt JPEG data"), "c.jpg"]
 
 
 def test_an_iterable_data_set():
