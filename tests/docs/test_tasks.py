@@ -176,7 +176,8 @@ def test_a_killed_gan_ends_as_a_straight_one(where, tmp_path):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_processes_of_a_gan_stay_alike(wrong, tmp_path):
     """Not where the discriminator's step goes through the plain one: nobody averages it."""
-    saved = f'    torch.save(parts["average"].state_dict(), f"rank{{rank}}.pth")\n{END}'
+    both = "[discriminator.state_dict(), average.state_dict()]"
+    saved = f'    torch.save({both}, f"rank{{rank}}.pth")\n{END}'
     edits = [(END, saved)]
     if wrong:
         edits += [("model_d(real", "discriminator(real"), ("model_d(fake", "discriminator(fake")]
