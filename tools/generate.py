@@ -55,6 +55,12 @@ LESSON = [
     ("output = model", "model"),
     ("for buffer in", "metrics"),
 ]
+# What docs/losses.md shows of docs/losses.py: from a text to another one.
+LOSSES = {
+    "weighted_cross_entropy": ("def weighted", "DDP divides by world_size"),
+    "sums": ("def sum_of_all", "return 1 - "),
+    "rows": ("def rows_of_all", "return (cross_entropy"),
+}
 
 
 def diff(old, new, *flags):
@@ -374,6 +380,8 @@ def blocks():
     made |= transformer()
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))
+    for name, (first, last) in LOSSES.items():
+        made[f"losses {name}"] = excerpt("docs/losses.py", (first, last))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
     lines = (ROOT / "distributed.py").read_text().splitlines()
     made["imports"] = fenced(

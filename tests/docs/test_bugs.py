@@ -161,8 +161,10 @@ UNFREEZE = "            net[0].requires_grad_(True)  # from now on train all lay
 COSINE = "CosineAnnealingLR(optimizer, T_max=steps)"
 LAMBDA = "LambdaLR(optimizer, lambda n: (1 + math.cos(math.pi * n / steps)) / 2)"
 SUMS = "            loss = 1 - (2 * sums[0] / sums[1])"
-SUM_OF_ALL = "            sums = torch.distributed.nn.functional.all_reduce(sums)\n"
-WITH_GRADIENT = 'sums = dist._functional_collectives.all_reduce(sums, "sum", dist.group.WORLD)'
+SUM_OF_ALL = """            total = sums.detach().clone()
+            dist.all_reduce(total)
+            sums = total + world_size * (sums - sums.detach())
+"""
 SECOND = "nn.functional.cross_entropy(flipped, target.to(device))"
 BACKWARDS = f"            loss.backward()\n            {SECOND}.backward()\n"
 BACKWARD = f"            loss = loss + {SECOND}\n            loss.backward()\n"
@@ -246,7 +248,7 @@ MISTAKES = {
     ),
     "ratio_all_reduced": mistake(
         lambda run: abs(run.error_of_gradient(loss=dice) - 0.5) < 1e-5,
-        mended=("dist.all_reduce(sums)", WITH_GRADIENT),
+        mended=("            dist.all_reduce(sums)\n", SUM_OF_ALL),
         epochs=1,
     ),
     "batch_per_process": mistake(lambda run: len(run.ranks("seen")[0][0]) < 1437 // 64),  # steps

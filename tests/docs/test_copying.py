@@ -18,6 +18,8 @@ from tests import nets
 from tests.docs.copies import copy, edited
 from tests.docs.ranks import good, run_ranks
 
+PAGE = (ROOT / "docs/copying.md").read_text()
+
 
 def said(start, page="copying"):
     """The `code` of a page that begins so: the only one."""
@@ -26,13 +28,22 @@ def said(start, page="copying"):
     return found
 
 
+def test_the_contract_names_the_lines_that_a_segmentation_changes():
+    """Or adds to."""
+    table = re.findall(r"^\|.*\| (`.*) \|$", PAGE, re.M)
+    assert len(table) == 9
+    for code in re.findall("`(.*?)`", " ".join(table)):
+        assert code in (ROOT / "distributed.py").read_text(), code
+        assert code in (ROOT / "recipes/segmentation.diff").read_text(), code
+
+
 @pytest.mark.full
 def test_a_script_alone_runs_with_what_may_do_nothing(work, tmp_path):
     """The functions that the page names are replaced by some that do as it says."""
     nothing, contexts, context, name, methods = re.search(
         r"^At first (.*) may do nothing; (.*) may return `(.*?)`\. "
         r"A `(\w+)` needs (.*), which may do nothing\.",
-        (ROOT / "docs/copying.md").read_text(),
+        PAGE,
         re.M,
     ).groups()
     results = dict.fromkeys(re.findall(r"`(\w+)`", nothing), "None")

@@ -20,7 +20,7 @@ from tests.docs.copies import USER, accuracy, commands_of, edited, equal
 from tests.docs.ranks import good
 from tests.launched import cmdline
 
-TASKS = {"transformer"}  # with tests of their own
+TASKS = {"transformer", "segmentation", "gan"}  # with tests of their own
 NAMES = sorted({path.stem for path in (ROOT / "minimal").glob("*.py")} - TASKS)
 
 

@@ -421,6 +421,40 @@ def test_text(tmp_path):
     assert state["classes"] == ["argparse", "doctest", "tarfile", "typing"]
 
 
+# Its validation matrix: of how many pixels each class is, and what they were taken for.
+MATRIX = "    loss, both, either = loss_sum / count"
+PIXELS = f'    torch.save(matrix, os.path.join(args.checkpoint_dir, "matrix.pth"))\n{MATRIX}'
+
+
+def test_segmentation(train, tmp_path):
+    """It learns; any number of processes evaluates each pixel once, and has the same mean IoU."""
+    script = copy(tmp_path / "here", "segmentation", edits=[(MATRIX, PIXELS)])
+    flags = ["--checkpoint-dir", tmp_path / "c", "-j", "1"]
+    output = good(script, "--lr", "0.5", *flags, ranks=2)
+    best = float(re.findall(r"^epoch 4/4  loss .* miou ([\d.]+)", output, re.M)[0])
+    assert best > 92
+    masks = runpy.run_path(str(script))["make_pairs"]()[4::5, 1, 4:36, 4:36].long()
+    for ranks in (1, 2, 3, 4):
+        flags = ["--resume", tmp_path / "c/checkpoint.pth", "--evaluate", "-b", "48", "-j", "0"]
+        output = good(script, *flags, "--checkpoint-dir", tmp_path / "c", ranks=ranks)
+        assert float(output.split(" miou ")[1]) == pytest.approx(best, abs=2e-3)
+        matrix = torch.load(tmp_path / "c/matrix.pth")
+        assert torch.equal(matrix.sum(dim=1).long(), masks.flatten().bincount())
+
+
+def test_segmentation_resumes_to_the_bit(tmp_path):
+    """Killed in mid-epoch; the random crops are those of a straight run too."""
+    script = copy(tmp_path / "here", "segmentation")
+    flags = ["--max-steps", "40", "--checkpoint-freq", "5", "-j", "1", "--checkpoint-dir"]
+    good(script, *flags, tmp_path / "a", ranks=2)
+    codes, output = run_ranks(script, [*flags, tmp_path / "b"], 2, before=dying(1, 8))
+    assert codes == [-9, -9], output
+    output = good(script, *flags, tmp_path / "b", "--resume", "auto", ranks=2)
+    assert "at epoch 2 step 5" in output
+    assert same(load(tmp_path / "a"), load(tmp_path / "b"))
+    assert rows(tmp_path / "a", timings=False) == rows(tmp_path / "b", timings=False)
+
+
 def test_bad_images(train, work, tmp_path):
     """A broken image, which would end the script, is left out; which one it is is said."""
     for part in ("train", "val"):

@@ -1,0 +1,130 @@
+"""docs/losses.py: each loss has the gradient of one process, and the wrong ways have not."""
+
+import ast
+import re
+from functools import cache
+
+import pytest
+import torch
+from conftest import ROOT
+
+from tests.docs.ranks import good
+
+pytestmark = pytest.mark.full
+PAGE = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+# Each process has its share of 48 images; what the gradient of each loss is in rank 0.
+SCRIPT = """
+import os, sys, warnings
+import torch, torch.distributed as dist, torch.nn as nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from docs import losses
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+images, chance = torch.randn(48, 4, 6, 6), torch.rand(48, 1, 1)
+masks = (images[:, 0] > 1).long()
+masks[(images[:, 1] > 0) & (chance < 0.15)] = 2  # as in life: a class that few images have
+some = masks.where(torch.rand(48, 6, 6) > chance, -100)
+part = slice(rank * 48 // world_size, (rank + 1) * 48 // world_size)
+images, masks, some = images[part], masks[part], some[part]
+weight = torch.tensor([1.0, 5.0, 2.0])
+net = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 3, 1))
+model = DistributedDataParallel(net)
+
+def weighted():
+    return losses.weighted_cross_entropy(model(images), some, weight)
+
+def each_weighted():
+    return cross_entropy(model(images), some, weight)
+
+def dice():
+    return losses.dice_loss(model(images), masks)
+
+def info_nce():
+    output = model(images)
+    return losses.info_nce(output.mean(dim=(2, 3)), output.amax(dim=(2, 3)))
+
+gradients = {}
+
+def run(loss, name):
+    net.zero_grad()
+    loss().backward()
+    gradients[name] = torch.cat([weight.grad.flatten() for weight in net.parameters()])
+
+warnings.simplefilter("error")
+for loss in (weighted, dice, info_nce):
+    run(loss, loss.__name__)
+warnings.simplefilter("default")
+run(each_weighted, "each weighted")
+losses.sum_of_all = losses.rows_of_all = lambda part: part
+run(dice, "each dice")
+run(info_nce, "each info_nce")
+
+def reduced(part):
+    dist.all_reduce(part)
+    return part
+
+losses.sum_of_all = reduced
+run(dice, "reduced")
+if rank == 0:
+    torch.save(gradients, "gradients.pth")
+dist.destroy_process_group()
+"""
+LOSSES = ["weighted", "dice", "info_nce"]
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """A function: {loss: its gradient} of so many processes, and what they said."""
+
+    @cache
+    def once(ranks):
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        (folder / "script.py").write_text(SCRIPT)
+        said = good(folder / "script.py", ranks=ranks)
+        return torch.load(folder / "gradients.pth", weights_only=True), said
+
+    return once
+
+
+def off(gradient, right):
+    return ((gradient - right).norm() / right.norm()).item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_has_the_gradient_of_one_process(loss, ranks, gradients):
+    """And no warning. That of one process is computed by torch's own functions."""
+    right = gradients(1)[0][f"each {loss}"]
+    assert off(gradients(ranks)[0][loss], right) < 1e-5
+
+
+def test_what_each_process_divides_by_itself(gradients):
+    """How far off it is, as the page has it, for 2 and for 8 processes."""
+    rows = re.findall(r"^\|.*\| (\S+) % \| (\S+) % \|$", PAGE, re.M)
+    assert len(rows) == len(LOSSES)
+    for loss, row in zip(LOSSES, rows, strict=True):
+        right = gradients(1)[0][loss]
+        for ranks, shown in zip((2, 8), row, strict=True):
+            found = 100 * off(gradients(ranks)[0][f"each {loss}"], right)
+            assert found == pytest.approx(float(shown), rel=0.05), (loss, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_all_reduce_loses_the_gradient_of_the_others(ranks, gradients):
+    """The gradient is divided by the number of processes; one warning says so."""
+    found, said = gradients(ranks)
+    assert off(found["reduced"] * ranks, gradients(1)[0]["dice"]) < 1e-5
+    assert "UserWarning: c10d::allreduce_: an autograd kernel was not registered" in said
+
+
+def test_the_segmentation_has_the_same_lines():
+    texts = [(ROOT / path).read_text() for path in ("docs/losses.py", "minimal/segmentation.py")]
+    bodies = []
+    for text in texts:
+        functions = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
+        lines = [ast.unparse(line) for line in functions["sum_of_all"].body]
+        bodies.append([line for line in lines if not line.startswith(('"""', "'"))])
+    assert bodies[0] == bodies[1]
