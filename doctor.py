@@ -181,8 +181,9 @@ def wrap_collectives(dist):
             tensor.register_hook(lambda gradient: arrived(gradient, line))
 
     def arrived(gradient, line):
-        if gradient.numel() > 1 or gradient.item() != 1:  # else it is that of each one's own part
-            note("gradient", line=line)
+        one = gradient.numel() == 1
+        if not one or gradient.item() != 1:  # else it is that of each process's own part
+            note("gradient", line=line, one=one)
 
     def joined(*args, **kwargs):
         note("group", rank=dist.get_rank(), local=os.environ.get("LOCAL_RANK"))
@@ -378,7 +379,10 @@ def wrap_loaders(data):
     def begin(iterator, self):
         sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
         facts = {"batches": length(self), "length": length(sampler), "workers": self.num_workers}
-        facts |= {"made": self.doctors_line, "sampler": getattr(sampler, "doctors_line", None)}
+        facts |= {
+            "made": self.doctors_line,
+            "sampler": getattr(sampler, "doctors_line", self.doctors_line),
+        }
         facts |= {name: getattr(sampler, name, None) for name in SAMPLER}
         facts["size"] = length(self.dataset)
         facts["padding"] = (getattr(sampler, "total_size", 0) or 0) - (facts["size"] or 0)
@@ -491,9 +495,13 @@ def watch(ended):
             seen, cpu, since = RECORD.count, time.process_time(), time.monotonic()
         if time.monotonic() - since > RECORD.patience:
             line, waits = main_thread()
-            inside = waits or torch.distributed.is_initialized()  # else mp.spawn's parent, or early
-            note("stands" if inside else "outside", line=line, waits=waits)
+            note("stands", line=line, waits=waits, outside=not waits and outside())
             seen, since = RECORD.count, time.monotonic()
+
+
+def outside():
+    """Not in a group: mp.spawn's parent, one that has not begun, or has left: none waits for it."""
+    return not sys.modules["torch"].distributed.is_initialized()
 
 
 def main_thread():
@@ -523,7 +531,13 @@ class noted_end:
             line = f"{short(file)}:{trace.tb_lineno}" if is_users(file) else line
             trace = trace.tb_next
         RECORD.ended.set()
-        note("end", line=line, error="" if good else f"{kind.__name__}: {error}", frozen=frozen())
+        note(
+            "end",
+            outside=outside(),
+            line=line,
+            error="" if good else f"{kind.__name__}: {error}",
+            frozen=frozen(),
+        )
 
 
 def of(events, *kinds):
@@ -835,8 +849,10 @@ CAUSES = [wrong_order, one_resumes, unfrozen]
 
 
 def reduced_loss(row, run):
-    """the-loss-is-reduced-before-backward"""
-    return row[0]["line"], "backward() goes through what was reduced here, as if it had not been"
+    """the-loss-is-reduced-before-backward: or all_reduce-of-a-ratios-sums, of several numbers"""
+    text = "backward() goes through what was reduced here, as if it had not been"
+    place = [] if row[0]["one"] else ["all_reduce-of-a-ratios-sums"]
+    return row[0]["line"], text, *place
 
 
 def own_count(row, run):
@@ -1078,7 +1094,7 @@ def examine(args, processes, folder):
     try:
         while job.poll() is None:
             time.sleep(0.5)
-            last = [e for e in last_events(folder).values() if e["kind"] != "outside"]
+            last = [e for e in last_events(folder).values() if not e.get("outside")]
             still = all(event["kind"] in ("stands", "end") for event in last)
             places = {event["line"] for event in last}  # one place: it may be slow there
             if still and len(places) > 1 and any(event.get("waits") for event in last):

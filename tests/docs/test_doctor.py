@@ -59,8 +59,6 @@ NAMED = {
     "workers_per_process": ["train_loader = "],
 }
 NOT_NAMED = {"f1_per_process", "longer_schedule", "mean_of_means", "ratio_per_process"}
-# It is the same call on another number.
-OTHER_PLACE = {"ratio_all_reduced": "the-loss-is-reduced-before-backward"}
 QUICK = ["padded_validation", "net_in_training", "no_set_epoch"]
 SAMPLE = ["all_reduce_on_rank_0", "no_sync_around_backward", "save_on_every_rank", "same_seed"]
 SAMPLE += ["loss_all_reduced", "two_forwards", "unfreeze_after_wrap"]  # a kind each; all: a soak
@@ -104,7 +102,7 @@ def test_names_the_mistake_and_nothing_else(name, tmp_path):
     script = copied(tmp_path, name, 5 if name in WHOLE else 2)
     output = run(["sh", "-c", '"$@"; true', "-", *DOCTOR, *flags, script], tmp_path, env=USER)
     found = FINDING.findall(output)
-    assert [place for *_, place in found] == [OTHER_PLACE.get(name) or heading_of(name)], output
+    assert [place for *_, place in found] == [heading_of(name)], output
     assert said in script.read_text().splitlines()[int(found[0][1]) - 1], output
     assert "Traceback" not in output.partition(" mistakes:")[2], output
 
@@ -126,6 +124,26 @@ def test_every_mistake_is_named_or_is_known_not_to_be():
     there = {path.stem for path in (ROOT / "bugs").glob("*.diff")}
     assert NAMED.keys() | NOT_NAMED == there and not NAMED.keys() & NOT_NAMED
     assert all(f"bugs.md#{heading_of(name)}" in PAGE for name in NOT_NAMED)
+
+
+def words_on_the_page(name):
+    """What docs/bugs.md and its Chinese twin say of a mistake: whether the doctor sees it."""
+    flags = [
+        f"`{flag.replace('=', ' ').replace('-n3', '-n 3')}`" for flag in NAMED.get(name, [""])[1:]
+    ]
+    if name in NOT_NAMED:
+        return "**Doctor**: no. ", "看不到。"
+    if flags:
+        return f"**Doctor**: yes, with {flags[0]}. ", f"加上 {flags[0]} 能指出。"
+    return "**Doctor**: yes. ", "能指出。"
+
+
+@pytest.mark.parametrize("name", sorted(NAMED.keys() | NOT_NAMED))
+def test_the_page_says_whether_the_doctor_sees_it(name):
+    for page, words in zip(["bugs.md", "bugs.zh-CN.md"], words_on_the_page(name), strict=True):
+        text = (ROOT / "docs" / page).read_text().partition(f"generated: bug {name} -->")[2]
+        said = text.partition("<!-- end -->\n\n")[2].removeprefix("**医生**\uff1a")
+        assert said.startswith(words), (page, words)
 
 
 RIGHT = ["distributed", *map(full, ["multiprocessing_distributed", "fsdp_distributed"])]
