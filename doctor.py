@@ -494,7 +494,9 @@ def watch(ended):
         if RECORD.count != seen or computes:
             seen, cpu, since = RECORD.count, time.process_time(), time.monotonic()
         if time.monotonic() - since > RECORD.patience:
-            line, waits = main_thread()
+            line, waits, reads = main_thread()
+            if reads:  # its workers may compute
+                continue
             note("stands", line=line, waits=waits, outside=not waits and outside())
             seen, since = RECORD.count, time.monotonic()
 
@@ -505,13 +507,17 @@ def outside():
 
 
 def main_thread():
-    """(its line in the user's code, what it waits in): no frame is kept, nor what it holds."""
+    """(its line in the user's code, what it waits in, whether it waits for a loader's workers).
+
+    No frame is kept, nor what it holds.
+    """
     frame = sys._current_frames()[threading.main_thread().ident]
-    line, waits = users_line(frame), None
+    line, waits, reads = users_line(frame), None, False
     while frame is not None and not waits:
         mine = frame.f_code.co_filename == __file__
+        reads |= frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py")
         waits, frame = frame.f_locals.get("words") if mine else None, frame.f_back
-    return line, waits
+    return line, waits, reads
 
 
 class noted_end:

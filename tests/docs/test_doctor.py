@@ -176,6 +176,23 @@ def test_finds_nothing_in_the_full_script(work, tmp_path):
     assert not found and "looked at 2 processes" in output
 
 
+RECIPES = sorted(path.stem for path in (ROOT / "minimal/recipes").glob("*.diff"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", RECIPES)
+def test_finds_no_mistake_in_a_recipe_and_changes_no_bit(name, tmp_path):
+    script = copied(tmp_path)
+    assert patched(script, f"minimal/recipes/{name}.diff")
+    found, output = examined(tmp_path, script, timeout=250)
+    assert all(text.startswith("hint: ") for _, text, _ in found), output
+    weights = torch.load(tmp_path / "digits.pth", weights_only=True)
+    for file in tmp_path.glob("*.pth"):
+        file.unlink()
+    good(script, ranks=2)
+    assert equal(torch.load(tmp_path / "digits.pth", weights_only=True), weights)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dataparallel", "one_gpu"])
 def test_a_script_without_a_group_is_not_compared(name, tmp_path):
@@ -267,7 +284,7 @@ if __name__ == "__main__":
 def test_finds_nothing_in_groups_that_the_script_starts_itself(tmp_path):
     """It names GPUs, imports functions by name, loads in one group what the other saved."""
     (tmp_path / "script.py").write_text(SPAWNED)
-    found, output = examined(tmp_path, "--patience=2", "script.py")
+    found, output = examined(tmp_path, "--patience=2", "script.py", timeout=200)
     assert not found and "looked at 2 processes, each: 1 steps" in output, output
     assert "the doctor failed" not in output
 
