@@ -9,13 +9,16 @@ file that needs nothing but torch.
 """
 
 import argparse
+import atexit
 import collections
 import contextlib
 import functools
 import gc
 import hashlib
+import inspect
 import json
 import multiprocessing.process
+import multiprocessing.spawn
 import os
 import re
 import runpy
@@ -27,8 +30,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-
-PATIENCE = 15  # seconds in which a process does nothing, until it notes where it stands
 
 # ---- 1. What is wrapped, in each process, before the script begins
 
@@ -42,24 +43,33 @@ def wrap(owner, name, before=None, after=None, waits=None):
 
     @functools.wraps(real)
     def call(*args, **kwargs):
-        words = waits  # noqa: F841 - stands() reads it from the stack
+        words = waits  # noqa: F841 - main_thread() reads it from the stack
         if before:
-            before(*args, **kwargs)
+            guarded(before, *args, **kwargs)
         result = real(*args, **kwargs)
         if after:
-            after(result, *args, **kwargs)
+            guarded(after, result, *args, **kwargs)
         return result
 
     setattr(owner, name, call)
 
 
-def install(folder, script):
-    """Wrap what is looked at, in this process; its record is a file in the folder."""
+def guarded(look, *args, **kwargs):
+    """A fault of this file must not end the script: it is noted."""
+    try:
+        return look(*args, **kwargs)
+    except StopIteration:  # --steps ends a pass so
+        raise
+    except Exception as error:
+        note("fault", error=f"{type(error).__name__}: {error} ({look.__qualname__})")
+
+
+def install():
+    """Wrap what is looked at, in this process."""
     import torch
 
-    RECORD.open(folder, script)
     if not torch.cuda.is_available():
-        use_cpus_for_gpus(torch, Path(script).read_text(errors="replace"))
+        use_cpus_for_gpus(torch, Path(RECORD.script).read_text(errors="replace"))
     wrap_processes()
     wrap_collectives(torch.distributed)
     wrap_models(torch)
@@ -75,57 +85,88 @@ def use_cpus_for_gpus(torch, text):
         number = type(x) is int
         return "cpu" if number or (not torch.is_tensor(x) and str(x).startswith("cuda")) else x
 
-    def moving(real):
-        def to(self, *args, **kwargs):
-            return real(self, *map(cpu, args), **{key: cpu(x) for key, x in kwargs.items()})
+    class OnCPU(torch.overrides.TorchFunctionMode):
+        """Sees each call of torch before it is done."""
 
-        return to
+        def __torch_function__(self, called, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if called in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+                return args[0]
+            if called is torch.Tensor.to:
+                args = (args[0], *map(cpu, args[1:]))
+            if kwargs.get("device") is not None:
+                kwargs = kwargs | {"device": cpu(kwargs["device"])}
+            return called(*args, **kwargs)
 
     def device_count():  # libraries ask too, and would look for a driver
         asks = sys._getframe(1).f_code.co_filename
         return int(os.environ.get("LOCAL_WORLD_SIZE", 2)) if is_users(asks) else 0
 
-    for owner in (torch.Tensor, torch.nn.Module):
-        owner.to = moving(owner.to)
-        owner.cuda = lambda self, *args, **kwargs: self
-    for name in ("set_device", "empty_cache", "synchronize"):
-        setattr(torch.cuda, name, lambda *args: None)
+    def without_gpus(owner, name, **changed):
+        """Call it with other arguments, where they are given or must not be."""
+        real = getattr(owner, name)
+        takes = inspect.signature(real)
+
+        @functools.wraps(real)
+        def call(*args, **kwargs):
+            given = takes.bind(*args, **kwargs)
+            given.arguments.update(changed)
+            return real(*given.args, **given.kwargs)
+
+        setattr(owner, name, call)
+
+    mode = OnCPU()
+    mode.__enter__()
+    atexit.register(mode.__exit__, None, None, None)
+    for name in "set_device empty_cache synchronize current_device memory_allocated".split():
+        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+    for name in "max_memory_allocated max_memory_reserved reset_peak_memory_stats".split():
+        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerate would train alone
+    torch.accelerator.set_device_index = torch.cuda.set_device
     if "is_available" not in text:  # else it can do without
         torch.cuda.device_count = device_count
-    ddp, dist = torch.nn.parallel.DistributedDataParallel, torch.distributed
-    init, join, load = ddp.__init__, dist.init_process_group, torch.load
-    dist.init_process_group = lambda backend=None, *a, **k: join("gloo", *a, **k | NO_DEVICE)
-    ddp.__init__ = lambda self, module, device_ids=0, output_device=0, *a, **k: init(
-        self, module, None, None, *a, **k
-    )
-    torch.load = lambda f, map_location=None, *a, **k: load(f, "cpu", *a, **k)
+    dist = torch.distributed
+    without_gpus(dist, "init_process_group", backend="gloo", device_id=None, pg_options=None)
+    without_gpus(dist, "new_group", backend="gloo", device_id=None, pg_options=None)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    without_gpus(ddp, "__init__", device_ids=None, output_device=None)
+    without_gpus(torch, "load", map_location="cpu")
+    without_gpus(torch.nn.Module, "cuda", device=None)
+    convert = lambda cls, module, process_group=None: note("synced") and module  # noqa: E731
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(convert)
 
 
-NO_DEVICE = {"device_id": None}
+class Early:
+    """Wraps in a process that starts anew, before it reads the script (unpickling calls exec)."""
+
+    def __reduce__(self):
+        here = os.path.dirname(os.path.abspath(__file__))
+        return exec, (f"import sys; sys.path.append({here!r}); import doctor; doctor.install()",)
 
 
 class Inside:
     """What a process calls that the script starts by mp.spawn or Process(target=...)."""
 
     def __init__(self, target):
-        self.target, self.given = target, (RECORD.folder, RECORD.script)
+        self.target = target
 
     def __call__(self, *args, **kwargs):
-        forked = RECORD.folder  # then all is wrapped already
-        (RECORD.open if forked else install)(*self.given)
+        RECORD.open()
         with noted_end():
             return self.target(*args, **kwargs)
 
 
 def wrap_processes():
     base = multiprocessing.process.BaseProcess
-    real = base.__init__
+    real, prepared = base.__init__, multiprocessing.spawn.get_preparation_data
 
     def begin(self, group=None, target=None, *args, **kwargs):
         worker = getattr(target, "__module__", "").startswith("torch.utils.data")
         real(self, group, Inside(target) if target and not worker else target, *args, **kwargs)
 
     base.__init__ = begin
+    multiprocessing.spawn.get_preparation_data = lambda name: {"doctor": Early(), **prepared(name)}
 
 
 COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
@@ -137,7 +178,12 @@ def wrap_collectives(dist):
     def after(_, tensor, *args, **kwargs):  # what is sent in place
         line = users_line(sys._getframe(1))
         if getattr(tensor, "grad_fn", None) is not None:  # its graph does not know of it
-            tensor.register_hook(lambda gradient: note("gradient", line=line) and None)
+            tensor.register_hook(lambda gradient: arrived(gradient, line))
+
+    def arrived(gradient, line):
+        one = gradient.numel() == 1
+        if not one or gradient.item() != 1:  # else it is that of each process's own part
+            note("gradient", line=line, one=one)
 
     def joined(*args, **kwargs):
         note("group", rank=dist.get_rank(), local=os.environ.get("LOCAL_RANK"))
@@ -170,13 +216,19 @@ def wrap_models(torch):
     ddp = torch.nn.parallel.DistributedDataParallel
     inside = []  # models whose wrapped forward pass has begun, and not yet the plain one
     validated = set()  # models that were validated since they were trained
+    running, kinds = set(), set()  # plain models whose forward pass runs; their classes
 
     def wrapped(_, self, *args, **kwargs):
         number = len(MODELS)
         MODELS.append(self)
-        NAMES.update({id(w): (number, name) for name, w in self.module.named_parameters()})
+        weights = self.module.named_parameters()
+        alike = {id(w): (number, n) for n, w in weights if n not in self.parameters_to_ignore}
+        NAMES.update(alike)
         note("wrap", frozen=frozen())
-        self.module.register_forward_pre_hook(lambda module, _: plain_forward(self))
+        kind = type(self.module)
+        if kind not in kinds and not isinstance(self.module, torch.jit.ScriptModule):
+            kinds.add(kind)  # of the class: an attribute of the model would be saved with it
+            wrap(kind, "forward", before=plain_forward, after=leave_forward)
 
     def forward(self, *args, **kwargs):
         inside.append(self)
@@ -188,17 +240,23 @@ def wrap_models(torch):
         if trains:
             ORDERS[MODELS.index(model)].append((letter, event["line"]))
 
-    def plain_forward(model):
+    def plain_forward(module, *args, **kwargs):
+        model = next((model for model in MODELS if model.module is module), None)
+        if model is None or module in running:  # running: of a class that calls its parent's
+            return
+        running.add(module)
         if model in inside:
             inside.remove(model)
         else:
             note_forward(model, "p")
-        if model.module.training:
+        if module.training:
             validated.discard(model)
         elif model not in validated:
             validated.add(model)
-            buffers = model.module.named_buffers()
-            note("buffers", sums={name: total(buffer) for name, buffer in buffers})
+            note("buffers", sums={name: total(buffer) for name, buffer in module.named_buffers()})
+
+    def leave_forward(_, module, *args, **kwargs):
+        running.discard(module)
 
     def backward(*args, **kwargs):
         event = note("backward")
@@ -233,14 +291,14 @@ def wrap_training(torch):
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     rates, scaler = torch.optim.lr_scheduler, torch.amp.GradScaler
-    steps, schedules, scaled = collections.Counter(), [], []
+    schedules, scaled = [], []
 
     def step(optimizer, *_):
         """Weights before a step: after it, some optimizers have still to send them."""
-        steps[optimizer] += 1
+        optimizer.doctors_steps = getattr(optimizer, "doctors_steps", 0) + 1
         weights = [w for group in optimizer.param_groups for w in group["params"]]
         mine = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
-        often = steps[optimizer] <= 50 or steps[optimizer] % 50 == 0
+        often = optimizer.doctors_steps <= 50 or optimizer.doctors_steps % 50 == 0
         facts = {"weights": {f"{m}.{n}": total(w) for m, n, w in mine} if often else {}}
         facts["order"] = {str(model): ORDERS.pop(model, []) for model in {m for m, *_ in mine}}
         facts["lr"] = [float(group["lr"]) for group in optimizer.param_groups]
@@ -264,14 +322,18 @@ def wrap_training(torch):
         if self in schedules:
             note("rate", number=schedules.index(self), done=self.last_epoch)
 
+    def new_scaler(_, self, *args, enabled=True, **kwargs):
+        self.doctors_enabled = enabled  # as it was meant: without a GPU torch turns it off
+
     def scale(self, loss):
-        scaled[:] = [self] if self.is_enabled() else []
+        scaled[:] = [self] if self.doctors_enabled else []
 
     register_optimizer_step_pre_hook(step)
     for name in ("cross_entropy", "nll_loss"):
         wrap(torch.nn.functional, name, before=loss)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap(torch.nn.utils, name, lambda *_, **__: note("clip", scaled=bool(scaled)))
+    wrap(scaler, "__init__", after=new_scaler)
     wrap(scaler, "scale", before=scale)
     wrap(scaler, "unscale_", before=lambda *_: scaled.clear())
     wrap(scaler, "update", before=lambda *_: scaled.clear())
@@ -280,6 +342,9 @@ def wrap_training(torch):
     plateau = lambda self, value, *_: note("plateau", value=str(float(value)))  # noqa: E731
     wrap(rates.ReduceLROnPlateau, "step", before=plateau)
     wrap(torch, "manual_seed", before=lambda seed: note("seed", seed=int(seed)))
+
+
+SAMPLER = ("seed", "rank", "num_replicas", "shuffle")  # what a DistributedSampler has
 
 
 def wrap_loaders(data):
@@ -308,20 +373,31 @@ def wrap_loaders(data):
 
     def forget(self):
         if self._iterator is not None:  # workers that persist have read ahead
-            self._iterator.__dict__.pop("doctors_queue", None)
+            for name in ("doctors_queue", "doctors_count"):
+                self._iterator.__dict__.pop(name, None)
 
     def begin(iterator, self):
         sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
         facts = {"batches": length(self), "length": length(sampler), "workers": self.num_workers}
-        facts |= {"made": self.doctors_line, "sampler": getattr(sampler, "doctors_line", None)}
-        facts |= {name: getattr(sampler, name, None) for name in ("seed", "rank", "shuffle")}
-        facts["padding"] = (getattr(sampler, "total_size", 0) or 0) - (length(self.dataset) or 0)
+        facts |= {
+            "made": self.doctors_line,
+            "sampler": getattr(sampler, "doctors_line", self.doctors_line),
+        }
+        facts |= {name: getattr(sampler, name, None) for name in SAMPLER}
+        facts["size"] = length(self.dataset)
+        facts["padding"] = (getattr(sampler, "total_size", 0) or 0) - (facts["size"] or 0)
         facts["trims"] = type(self).__module__.startswith("accelerate")  # in gather_for_metrics
         iterator.doctors_pass = len(passes)
         passes.append(note("pass", number=iterator.doctors_pass, **facts))
 
     def asked(index, self):
         self.__dict__.setdefault("doctors_queue", collections.deque()).append(index)
+
+    def given_out(self):
+        self.doctors_count = getattr(self, "doctors_count", 0) + 1
+        if RECORD.steps and self.doctors_count > RECORD.steps:
+            note("cut", number=getattr(self, "doctors_pass", -1))
+            raise StopIteration
 
     def got(batch, self):
         """Each item is (name, sum of its label, of its image): a name may be of other data."""
@@ -342,7 +418,7 @@ def wrap_loaders(data):
     wrap(data.DistributedSampler, "__init__", after=made)
     wrap(data.DataLoader, "__iter__", forget, begin)
     wrap(iterator, "_next_index", after=asked)
-    wrap(iterator, "__next__", after=got)
+    wrap(iterator, "__next__", before=given_out, after=got)
 
 
 def wrap_files(torch):
@@ -366,12 +442,16 @@ def wrap_files(torch):
 class Record:
     """A file of events, each written at once: what was seen outlives a crash."""
 
-    folder = script = pid = None
+    pid = None
 
-    def open(self, folder, script):
-        self.folder, self.script, self.pid, self.count = folder, script, os.getpid(), 0
-        self.file = open(f"{folder}/{self.pid}.jsonl", "a", buffering=1)  # noqa: SIM115
-        threading.Thread(target=watch, daemon=True).start()
+    def __init__(self):
+        self.__dict__ |= json.loads(os.environ.get("DOCTOR", "{}"))  # see examine()
+
+    def open(self):
+        self.pid, self.count = os.getpid(), 0
+        self.file = open(f"{self.folder}/{self.pid}.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.ended = threading.Event()
+        threading.Thread(target=watch, args=(self.ended,), daemon=True).start()
 
 
 RECORD = Record()
@@ -394,7 +474,7 @@ def is_users(file):
 
 @functools.cache
 def short(file):
-    return os.path.relpath(file, os.path.dirname(os.path.abspath(RECORD.script)))
+    return os.path.relpath(file, os.path.dirname(RECORD.script))
 
 
 def users_line(frame):
@@ -404,25 +484,40 @@ def users_line(frame):
     return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
 
 
-def watch():
+def watch(ended):
     """A thread: where nothing has happened for a while, note where the process stands."""
+    torch = sys.modules["torch"]
     seen, cpu, since = -1, 0.0, time.monotonic()
-    while True:
-        time.sleep(1)
-        used, polls = time.process_time(), sys.modules["torch"].cuda.is_initialized()
-        computes = used - cpu > 0.2 and not polls  # with GPUs, it is busy while it waits
+    while not ended.wait(1):
+        # A busy machine may give a step little time; with GPUs, waiting takes time as well.
+        computes = time.process_time() - cpu > 0.5 and not torch.cuda.is_initialized()
         if RECORD.count != seen or computes:
-            since = time.monotonic()
-        seen, cpu = RECORD.count, used
-        if time.monotonic() - since > PATIENCE:
-            frame = sys._current_frames()[threading.main_thread().ident]
-            line, waits = users_line(frame), None
-            while frame is not None and not waits:
-                mine = frame.f_code.co_filename == __file__
-                waits, frame = frame.f_locals.get("words") if mine else None, frame.f_back
-            note("stands", line=line, waits=waits)
-            since = time.monotonic()
-            seen = RECORD.count
+            seen, cpu, since = RECORD.count, time.process_time(), time.monotonic()
+        if time.monotonic() - since > RECORD.patience:
+            line, waits, reads = main_thread()
+            if reads:  # its workers may compute
+                continue
+            note("stands", line=line, waits=waits, outside=not waits and outside())
+            seen, since = RECORD.count, time.monotonic()
+
+
+def outside():
+    """Not in a group: mp.spawn's parent, one that has not begun, or has left: none waits for it."""
+    return not sys.modules["torch"].distributed.is_initialized()
+
+
+def main_thread():
+    """(its line in the user's code, what it waits in, whether it waits for a loader's workers).
+
+    No frame is kept, nor what it holds.
+    """
+    frame = sys._current_frames()[threading.main_thread().ident]
+    line, waits, reads = users_line(frame), None, False
+    while frame is not None and not waits:
+        mine = frame.f_code.co_filename == __file__
+        reads |= frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py")
+        waits, frame = frame.f_locals.get("words") if mine else None, frame.f_back
+    return line, waits, reads
 
 
 class noted_end:
@@ -433,12 +528,22 @@ class noted_end:
 
     def __exit__(self, kind, error, trace):
         good = error is None or (kind is SystemExit and not error.code)
+        if kind is SystemExit and error.__context__:  # mp.spawn ends a failed process so
+            error = error.__context__
+            kind, trace = type(error), error.__traceback__
         line = "?"
         while trace is not None:
             file = trace.tb_frame.f_code.co_filename
             line = f"{short(file)}:{trace.tb_lineno}" if is_users(file) else line
             trace = trace.tb_next
-        note("end", line=line, error="" if good else f"{kind.__name__}: {error}", frozen=frozen())
+        RECORD.ended.set()
+        note(
+            "end",
+            outside=outside(),
+            line=line,
+            error="" if good else f"{kind.__name__}: {error}",
+            frozen=frozen(),
+        )
 
 
 def of(events, *kinds):
@@ -446,16 +551,23 @@ def of(events, *kinds):
 
 
 def read(folder):
-    """The processes, by rank where they are a group, each {"events": [...], "passes": [...]}."""
-    joined, others = {}, []
-    for path in Path(folder).glob("*.jsonl"):
+    """The groups of processes: [[{"events": [...], "passes": [...]}, one for each rank]].
+
+    A script may call mp.spawn more than once: the second process that is rank 0 is of a new group.
+    """
+    groups, others = [], []
+    for path in sorted(Path(folder).glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         lines = path.read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
         events = [event | {"place": place} for place, event in enumerate(events)]
         process = {"events": events, "passes": passes_of(events)}
         others.append(process)
-        joined |= {group["rank"]: process for group in of(events, "group")}
-    return [joined[rank] for rank in sorted(joined)] or others
+        for rank in {group["rank"] for group in of(events, "group")}:
+            free = [group for group in groups if rank not in group]
+            if not free:
+                groups.append({})
+            [*free, groups[-1]][0][rank] = process
+    return [[group[rank] for rank in sorted(group)] for group in groups] or [others]
 
 
 def passes_of(events):
@@ -463,8 +575,10 @@ def passes_of(events):
     passes, now = {}, None
     for event in events:
         if event["kind"] == "pass":
-            new = {"items": [], "read": 0, "trained": False, "validated": False}
+            new = {"items": [], "read": 0, "trained": False, "validated": False, "cut": False}
             passes[event["number"]] = event | new
+        elif event["kind"] == "cut" and event["number"] in passes:
+            passes[event["number"]]["cut"] = True
         elif event["kind"] == "batch" and event["number"] in passes:
             now = passes[event["number"]]
             now["items"] += map(tuple, event["items"])
@@ -502,9 +616,15 @@ def rounds(run, what):
 
 
 def apart(run):
-    """The step before the first at which a weight of a wrapped model differs, with its name."""
+    """The step before the first at which a weight of a wrapped model differs, with its name.
+
+    Nothing if the weights are the same again at the end: they may part for some steps on purpose.
+    """
     before = {}
-    for row in rows(run, "step"):
+    steps = [row for row in rows(run, "step") if row[0]["weights"]]
+    if not steps or not differ(steps[-1], "weights"):
+        return None
+    for row in steps:
         for name, value in row[0]["weights"].items():
             model, _, name_there = name.partition(".")
             if any(event["weights"].get(name, value) != value for event in row):
@@ -527,7 +647,8 @@ def each(row, fact):
 
 
 def same_rank(row, run):
-    return None not in [one["rank"] for one in row] and len({one["rank"] for one in row}) < len(row)
+    ranks = {one["rank"] for one in row if one["num_replicas"] == len(run)}
+    return bool(ranks) and len(ranks) < len(row)
 
 
 def names(one, parts=1):
@@ -545,7 +666,8 @@ def reads_all(row, run):
 
 def reads_the_stream(row, run):
     """every-process-reads-the-whole-stream"""
-    if row[0]["length"] is None and row[0]["read"] > 1 and not differ(row, "items"):
+    known = any(name for name, *_ in row[0]["items"])  # of tensors
+    if known and row[0]["length"] is None and row[0]["read"] > 1 and not differ(row, "items"):
         return row[0]["made"], "each process reads the whole stream: __iter__ must give it a part"
 
 
@@ -557,9 +679,10 @@ def rank_in_sampler(row, run):
 
 def same_order(row, run):
     """set_epoch-is-forgotten"""
-    passes = [one for one in run[0]["passes"] if one["line"] == row[0]["line"]]
+    passes = [p for p in run[0]["passes"] if p["line"] == row[0]["line"] and p["trained"]]
     before = passes[passes.index(row[0]) - 1] if row[0] != passes[0] else None
-    if before and row[0]["shuffle"] and names(row[0]) == names(before):
+    few = len(row[0]["items"]) < 8  # their order may be the same by chance
+    if before and row[0]["shuffle"] and not few and names(row[0]) == names(before):
         return row[0]["line"], "the order is that of the epoch before: call set_epoch()"
 
 
@@ -596,32 +719,51 @@ def items_of(process, what):
     return {item for one in process["passes"] if one[what] for item in one["items"]}
 
 
-def padded(row, run):
-    """padded-validation"""
+def padding(row, also=""):
     items = [name for one in row for name in names(one)]
-    twice = len(items) - len({*items})
-    if all(one["whole"] and not one["trims"] for one in row) and twice == row[0]["padding"] > 0:
-        text = f"the sampler repeats {twice} of {len({*items})} items, for equal parts"
-        return row[0]["sampler"], text
+    twice, padding, size = len(items) - len({*items}), row[0]["padding"], row[0]["size"]
+    known = all(one["cut"] or (one["whole"] and twice == padding) for one in row)
+    if known and padding > 0 and not row[0]["trims"]:
+        text = f"the sampler repeats {padding} of {size} items, for equal parts"
+        return row[0]["sampler"], text + also
+
+
+def padded(row, run):
+    """padded-validation: certain where sums are added up, or nothing is"""
+    return None if gathered(row[0], run[0]) else padding(row)
+
+
+def padded_and_gathered(row, run):
+    """padded-validation: all items are gathered, and may be cut to the right number"""
+    return padding(row, ", unless they are cut off again") if gathered(row[0], run[0]) else None
 
 
 REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_tensor"}
 REDUCING |= {"all_gather_object", "gather_object"}
 
 
-def added_up(one, process):
-    """Whether numbers of all processes came together, in a validation or after it."""
+def after(one, process):
+    """The names of the collectives of a validation and after it, until the next step."""
     events, last = process["events"], one["last"]
     steps = (i for i in range(last, len(events)) if events[i]["kind"] == "step")
     until = events[one["place"] : next(steps, len(events))]
-    return any(event["name"] in REDUCING for event in of(until, "collective"))
+    return {event["name"] for event in of(until, "collective")}
+
+
+def added_up(one, process):
+    """Whether numbers of all processes came together."""
+    return bool(after(one, process) & REDUCING)
+
+
+def gathered(one, process):
+    return any("gather" in name for name in after(one, process))
 
 
 def one_part(row, run):
     """only-one-part-is-counted"""
     whole = all(one["whole"] for one in row) and all(of(p["events"], "end") for p in run)
-    overlap = set.intersection(*[{*names(one)} for one in row])
-    if whole and not overlap and not added_up(row[0], run[0]):
+    overlap = len(set.intersection(*[{*names(one)} for one in row]))
+    if whole and overlap <= max(0, row[0]["padding"]) and not added_up(row[0], run[0]):
         return row[0]["line"], "each process validates a part, and nothing is added up"
 
 
@@ -686,7 +828,8 @@ def read_too_early(run):
     """read-before-rank-0-has-saved"""
 
     def calls(events, event):  # in which it has met the others
-        return len(of(events[: event["place"]], "collective", "backward"))
+        meets = ("group", "wrap", "collective", "backward")
+        return len(of(events[: event["place"]], *meets))
 
     records = [process["events"] for process in run]
     pairs = [(a, b) for a in records for b in records if a is not b]
@@ -712,8 +855,10 @@ CAUSES = [wrong_order, one_resumes, unfrozen]
 
 
 def reduced_loss(row, run):
-    """the-loss-is-reduced-before-backward"""
-    return row[0]["line"], "backward() goes through what was reduced here, as if it had not been"
+    """the-loss-is-reduced-before-backward: or all_reduce-of-a-ratios-sums, of several numbers"""
+    text = "backward() goes through what was reduced here, as if it had not been"
+    place = [] if row[0]["one"] else ["all_reduce-of-a-ratios-sums"]
+    return row[0]["line"], text, *place
 
 
 def own_count(row, run):
@@ -739,7 +884,7 @@ def own_schedule(row, run):
 
 def own_batchnorm(row, run):
     """batchnorm-statistics-of-ones-own"""
-    if differ(row, "sums"):
+    if differ(row, "sums") and not noted(run, "synced"):
         name = next(k for k in row[0]["sums"] if len({str(e["sums"].get(k)) for e in row}) > 1)
         return row[0]["line"], f"{name} differs between the processes when they validate"
 
@@ -787,7 +932,7 @@ def frozen_late(run):
         if "finished reduction in the prior" in (end["error"] or ""):
             wrap = of(run[0]["events"], "wrap")[-1]
             late = {*end["frozen"]} - {*wrap["frozen"]}
-            return wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late)) or 'none'}"
+            return late and (wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late))}")
 
 
 def standing(run):
@@ -811,7 +956,7 @@ def one_prepares(run):
 def hang(run):
     """it-hangs-or-fails-late: or the place of a mistake that explains it"""
     last, waiting, said = standing(run)
-    if not waiting or one_prepares(run):
+    if not waiting or one_prepares(run) or any(end["error"] for end in ends(run)):
         return None
     waiting.sort(key=lambda event: event["waits"] not in COLLECTIVES)
     forwards = [of(process["events"], "forward")[-1:] for process in run]
@@ -857,7 +1002,7 @@ MISTAKES = {
 HINTS = {  # often wrong, and may be meant
     "run": [one_prepares],
     "trained": [reads_all, sampler_without_seed, all_cores, uneven_parts],
-    "validated": [one_part, all_validated],
+    "validated": [padded_and_gathered, one_part, all_validated],
     "step": [same_seed],
     "mean": [own_count],
     "buffers": [own_batchnorm],
@@ -876,53 +1021,74 @@ def asked(run, about):
     return rows(run, about)
 
 
-def findings(run, alone=None, again=None):
+def findings(groups, alone=None, again=None):
     """[(certain, line, text, place in docs/bugs.md)], each once, mistakes first."""
     said = []
-    together = len(run) > 1 and noted(run, "group")
-    for certain, table in ((True, MISTAKES), (False, HINTS)) if together else ():
-        for about, judge in ((key, judge) for key in table for judge in table[key]):
-            if noted(run, "part") and about != "run" and "rank 0" not in about:
-                continue  # some processes may differ on purpose, others read the same
-            answers = [judge(run)] if about == "run" else [judge(r, run) for r in asked(run, about)]
-            said += [(certain, judge, *answer) for answer in answers if answer]
-    said += [(False, batch_per_process, *a) for a in [alone and batch_per_process(run, alone)] if a]
-    said += [(True, epoch_repeated, *a) for a in [again and epoch_repeated(run, again)] if a]
+    for certain, table in ((True, MISTAKES), (False, HINTS)):
+        for run in (run for run in groups if len(run) > 1 and noted(run, "group")):
+            for about, judge in ((key, judge) for key in table for judge in table[key]):
+                if noted(run, "part") and about != "run" and "rank 0" not in about:
+                    continue  # some processes may differ on purpose, others read the same
+                asks = [(run,)] if about == "run" else [(row, run) for row in asked(run, about)]
+                answers = filter(None, (judge(*what) for what in asks))
+                said += [(certain, judge, *answer) for answer in answers]
+    for certain, judge, other in ((False, batch_per_process, alone), (True, epoch_repeated, again)):
+        answer = other and judge(groups[0], other[0])
+        said += [(certain, judge, *answer)] if answer else []
     once = {}
     for certain, judge, line, text, *place in said:
         place = f"docs/bugs.md#{place[0] if place else judge.__doc__.partition(':')[0]}"
         once.setdefault((place, line), (certain, line, text, place))
-    return [*once.values()]
+    return sorted(once.values(), key=lambda finding: not finding[0])
 
 
 # ---- 4. What is told
 
 
-def tell(run, found, code, seconds):
-    """Print the report; returns the exit code. code: the launcher's."""
+def tell(groups, found, code, seconds, file=None):
+    """Print the report, and write it to a file as JSON; returns the exit code.
+
+    code: the launcher's.
+    """
     mistakes = [one for one in found if one[0]]
     print(f"\n mistakes: {len(mistakes)}, hints: {len(found) - len(mistakes)}")
     for certain, line, text, place in found:
         print(f" {line}  {'' if certain else 'hint: '}{text}  → {place}")
-    for rank, end in enumerate(ends(run)):
+    failed = []
+    for rank, end in ((rank, end) for run in groups for rank, end in enumerate(ends(run))):
         if end["error"]:
-            print(f" {end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
+            failed.append(f"{end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
+            print("", failed[-1])
+    run = groups[0]
+    faults = {
+        event["error"] for group in groups for one in group for event in of(one["events"], "fault")
+    }
+    for fault in sorted(faults):
+        print(f" the doctor failed, and may have missed something: {fault}")
     if not noted(run, "group"):
         print(" the script joins no process group of torch: there is nothing to compare")
-    for process in run[:1]:
-        steps, calls = (len(of(process["events"], kind)) for kind in ("step", "collective"))
-        seen = f"{steps} steps, {len(process['passes'])} passes over loaders, {calls} collectives"
+    if run:
+        steps, calls = (len(of(run[0]["events"], kind)) for kind in ("step", "collective"))
+        seen = f"{steps} steps, {len(run[0]['passes'])} passes over loaders, {calls} collectives"
         print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s")
     # gloo may abort while Python ends: that is not the script's.
-    well = bool(run) and all(end["error"] == "" for end in ends(run))
-    if code and not well:
+    well = not code or (
+        bool(run) and all(end["error"] == "" for run in groups for end in ends(run))
+    )
+    if not well:
         print(f" it ended with exit code {code}")
-    return 1 if mistakes or (code and not well) else 0
+    if file:
+        keys = ("certain", "line", "text", "place")
+        report = {"found": [dict(zip(keys, one, strict=True)) for one in found], "failed": failed}
+        Path(file).write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if mistakes or not well else 0
 
 
 def examine(args, processes, folder):
-    """(run, exit code): the script once on so many processes, to its end or until it hangs."""
+    """(groups, exit code): the script once on so many processes, to its end or until it hangs."""
     os.mkdir(folder)
+    settings = {name: getattr(args, name) for name in ("nodes", "patience", "steps")}
+    settings |= {"folder": folder, "script": os.path.abspath(args.script)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={processes}"]
     if args.by:
@@ -930,17 +1096,20 @@ def examine(args, processes, folder):
     elif "spawn(" in Path(args.script).read_text(errors="replace"):  # it starts them itself
         launcher = [sys.executable]
     command = [*launcher, os.path.abspath(__file__), os.path.abspath(args.script), *args.flags]
-    job = subprocess.Popen(command, env=os.environ | {"DOCTOR": f"{args.nodes} {folder}"})
+    job = subprocess.Popen(command, env=os.environ | {"DOCTOR": json.dumps(settings)})
     try:
         while job.poll() is None:
             time.sleep(0.5)
-            last = last_events(folder).values()
+            last = [e for e in last_events(folder).values() if not e.get("outside")]
             still = all(event["kind"] in ("stands", "end") for event in last)
             places = {event["line"] for event in last}  # one place: it may be slow there
             if still and len(places) > 1 and any(event.get("waits") for event in last):
                 stop(folder)
     finally:
         stop(folder)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(60)
+        job.kill()
     return read(folder), job.wait()
 
 
@@ -948,6 +1117,8 @@ def last_events(folder):
     """{process id: its last event}"""
     found = {}
     for path in Path(folder).glob("*.jsonl"):
+        if not path.stat().st_size:
+            continue
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
             line = file.read().splitlines()[-1:]
@@ -963,15 +1134,16 @@ def stop(folder):
                 os.kill(pid, signal.SIGKILL)
 
 
-def be_examined(nodes, folder):
+def be_examined():
     """In a process of the script: wrap, then run it as if it was started alone."""
     sys.argv = sys.argv[1:]
-    if nodes > 1:  # play machines: on each of them the numbers begin at 0
-        size = int(os.environ["WORLD_SIZE"]) // nodes
+    if RECORD.nodes > 1:  # play machines: on each of them the numbers begin at 0
+        size = int(os.environ["WORLD_SIZE"]) // RECORD.nodes
         local = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": int(os.environ["RANK"]) % size}
         os.environ |= {name: str(number) for name, number in local.items()}
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
-    install(folder, sys.argv[0])
+    install()
+    RECORD.open()
     with noted_end():
         runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -984,6 +1156,9 @@ def main():
     add("--nodes", type=int, default=1, metavar="N", help="play so many machines with them")
     add("--against-one", action="store_true", help="run it with one process too, and compare")
     add("--twice", action="store_true", help="start it again when it has ended: does it resume?")
+    add("--steps", type=int, metavar="N", help="end each pass over a loader after N batches")
+    add("--patience", type=int, default=15, metavar="S", help="standing still so long is a hang")
+    add("--json", metavar="FILE", help="write what was found into a file, too")
     add("--by", metavar="COMMAND", help="start it by another launcher, such as 'srun -n2 python'")
     add("script", help="your script")
     add("flags", nargs=argparse.REMAINDER, help="and its flags")
@@ -992,17 +1167,17 @@ def main():
         parser.error(f"{args.script} is no file")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        run, code = examine(args, args.n, f"{folder}/run")
+        groups, code = examine(args, args.n, f"{folder}/run")
         again, _ = examine(args, args.n, f"{folder}/again") if args.twice else (None, 0)
         alone, _ = examine(args, 1, f"{folder}/alone") if args.against_one else (None, 0)
-    sys.exit(tell(run, findings(run, alone, again), code, time.monotonic() - began))
+    found = findings(groups, alone, again)
+    sys.exit(tell(groups, found, code, time.monotonic() - began, args.json))
 
 
 if __name__ == "__main__":
     if "DOCTOR" in os.environ:
         import doctor  # by this name: processes that the script starts look for it there
 
-        nodes, _, folder = os.environ["DOCTOR"].partition(" ")
-        doctor.be_examined(int(nodes), folder)
+        doctor.be_examined()
     else:
         main()

@@ -1,5 +1,6 @@
 """doctor.py names the mistakes of bugs/, at their lines, and nothing in scripts that are right."""
 
+import json
 import re
 import shutil
 import time
@@ -58,8 +59,6 @@ NAMED = {
     "workers_per_process": ["train_loader = "],
 }
 NOT_NAMED = {"f1_per_process", "longer_schedule", "mean_of_means", "ratio_per_process"}
-# It is the same call on another number.
-OTHER_PLACE = {"ratio_all_reduced": "the-loss-is-reduced-before-backward"}
 QUICK = ["padded_validation", "net_in_training", "no_set_epoch"]
 SAMPLE = ["all_reduce_on_rank_0", "no_sync_around_backward", "save_on_every_rank", "same_seed"]
 SAMPLE += ["loss_all_reduced", "two_forwards", "unfreeze_after_wrap"]  # a kind each; all: a soak
@@ -103,7 +102,7 @@ def test_names_the_mistake_and_nothing_else(name, tmp_path):
     script = copied(tmp_path, name, 5 if name in WHOLE else 2)
     output = run(["sh", "-c", '"$@"; true', "-", *DOCTOR, *flags, script], tmp_path, env=USER)
     found = FINDING.findall(output)
-    assert [place for *_, place in found] == [OTHER_PLACE.get(name) or heading_of(name)], output
+    assert [place for *_, place in found] == [heading_of(name)], output
     assert said in script.read_text().splitlines()[int(found[0][1]) - 1], output
     assert "Traceback" not in output.partition(" mistakes:")[2], output
 
@@ -125,6 +124,26 @@ def test_every_mistake_is_named_or_is_known_not_to_be():
     there = {path.stem for path in (ROOT / "bugs").glob("*.diff")}
     assert NAMED.keys() | NOT_NAMED == there and not NAMED.keys() & NOT_NAMED
     assert all(f"bugs.md#{heading_of(name)}" in PAGE for name in NOT_NAMED)
+
+
+def words_on_the_page(name):
+    """What docs/bugs.md and its Chinese twin say of a mistake: whether the doctor sees it."""
+    flags = [
+        f"`{flag.replace('=', ' ').replace('-n3', '-n 3')}`" for flag in NAMED.get(name, [""])[1:]
+    ]
+    if name in NOT_NAMED:
+        return "**Doctor**: no. ", "看不到。"
+    if flags:
+        return f"**Doctor**: yes, with {flags[0]}. ", f"加上 {flags[0]} 能指出。"
+    return "**Doctor**: yes. ", "能指出。"
+
+
+@pytest.mark.parametrize("name", sorted(NAMED.keys() | NOT_NAMED))
+def test_the_page_says_whether_the_doctor_sees_it(name):
+    for page, words in zip(["bugs.md", "bugs.zh-CN.md"], words_on_the_page(name), strict=True):
+        text = (ROOT / "docs" / page).read_text().partition(f"generated: bug {name} -->")[2]
+        said = text.partition("<!-- end -->\n\n")[2].removeprefix("**医生**\uff1a")
+        assert said.startswith(words), (page, words)
 
 
 RIGHT = ["distributed", *map(full, ["multiprocessing_distributed", "fsdp_distributed"])]
@@ -155,6 +174,23 @@ def test_finds_nothing_in_the_full_script(work, tmp_path):
     flags = ["--checkpoint-dir", tmp_path / "c"]
     found, output = examined(work, ROOT / "distributed.py", *words, *flags, env=env)
     assert not found and "looked at 2 processes" in output
+
+
+RECIPES = sorted(path.stem for path in (ROOT / "minimal/recipes").glob("*.diff"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", RECIPES)
+def test_finds_no_mistake_in_a_recipe_and_changes_no_bit(name, tmp_path):
+    script = copied(tmp_path)
+    assert patched(script, f"minimal/recipes/{name}.diff")
+    found, output = examined(tmp_path, script, timeout=250)
+    assert all(text.startswith("hint: ") for _, text, _ in found), output
+    weights = torch.load(tmp_path / "digits.pth", weights_only=True)
+    for file in tmp_path.glob("*.pth"):
+        file.unlink()
+    good(script, ranks=2)
+    assert equal(torch.load(tmp_path / "digits.pth", weights_only=True), weights)
 
 
 @pytest.mark.full
@@ -201,6 +237,98 @@ def test_finds_nothing_where_each_process_has_its_own_part(tmp_path):
     (tmp_path / "script.py").write_text(OWN_DATA)
     found, output = examined(tmp_path, "script.py")
     assert not [text for _, text, _ in found if not text.startswith("hint")], output
+
+
+SPAWNED = """
+import tempfile, time
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import all_reduce, barrier, destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Slow(torch.nn.Linear):  # like a step of minutes on a busy machine
+    def forward(self, images):
+        time.sleep(4 if self.training else 0)
+        return super().forward(images)
+
+def work(rank, world_size, path, load):
+    init_process_group("nccl", f"file://{path}.{load}", rank=rank, world_size=world_size)
+    torch.cuda.set_device(rank)
+    net = torch.nn.Sequential(Slow(4, 8), torch.nn.BatchNorm1d(8)).to(rank)
+    model = DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank == 0 and not load:
+        torch.save(net, path)  # the whole model, not its weights
+    barrier()
+    if load:
+        torch.load(path, map_location={"cuda:0": f"cuda:{rank}"}, weights_only=False)
+    loss = model(torch.randn(6, 4, device=f"cuda:{rank}")).square().mean()
+    with torch.no_grad():
+        all_reduce(loss)  # to print it: the gradient is that of before
+        loss /= world_size
+    loss.backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(1, 4, device=torch.device("cuda", rank)))
+    destroy_process_group()
+
+if __name__ == "__main__":
+    path = tempfile.mktemp()
+    for load in (False, True):  # two groups, one after the other
+        mp.spawn(work, (torch.cuda.device_count(), path, load), torch.cuda.device_count())
+"""
+
+
+@pytest.mark.full
+def test_finds_nothing_in_groups_that_the_script_starts_itself(tmp_path):
+    """It names GPUs, imports functions by name, loads in one group what the other saved."""
+    (tmp_path / "script.py").write_text(SPAWNED)
+    found, output = examined(tmp_path, "--patience=2", "script.py", timeout=200)
+    assert not found and "looked at 2 processes, each: 1 steps" in output, output
+    assert "the doctor failed" not in output
+
+
+SCALED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group()
+torch.manual_seed(dist.get_rank())
+data = TensorDataset(torch.arange(45.0).view(45, 1))
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-4), torch.amp.GradScaler("cuda")
+for (images,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    optimizer.zero_grad()
+    scaler.scale(model(images).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+model.eval()
+seen = []
+with torch.no_grad():
+    for (images,) in DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)):
+        parts = [torch.zeros_like(images) for _ in range(2)]
+        dist.all_gather(parts, model(images))
+        seen += parts
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_what_a_gpu_alone_would_show_and_a_short_pass(tmp_path):
+    """torch turns a scaler off where there is no GPU. --steps ends passes, --json writes all."""
+    (tmp_path / "script.py").write_text(SCALED)
+    words = ["--steps=2", "--json=report.json", "script.py"]
+    found, output = examined(tmp_path, *words, code=1)
+    places = {place: text for _, text, place in found}
+    assert places.keys() == {"clipped-before-unscale_", "padded-validation"}, output
+    assert places["padded-validation"].startswith("hint: the sampler repeats 1 of 45 items")
+    assert "each: 2 steps, 2 passes" in output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [one["certain"] for one in report["found"]] == [True, False] and not report["failed"]
 
 
 def test_every_place_is_a_heading_of_the_page():
