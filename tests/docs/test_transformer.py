@@ -61,7 +61,8 @@ def test_learns(ranks, tmp_path):
     """As the docstring's command starts it. Two checkpoints are kept; one becomes a file."""
     (command,) = commands_of(SCRIPT.read_text())
     command = command.replace("minimal/", f"{ROOT}/minimal/").replace("node=2", f"node={ranks}")
-    output = run(["env", *command.split()], tmp_path, env=USER | {"OMP_NUM_THREADS": "1"})
+    env = USER | {"OMP_NUM_THREADS": "1"}
+    output = run(["env", *command.split()], tmp_path, timeout=300, env=env)
     found = losses("epoch 0" + output.split("epoch 0", 1)[1])
     assert [*found] == [0, 1, 2, 3] and found[3] < 2.0 < found[0]
     assert {path.name for path in (tmp_path / "transformer").iterdir()} == {"3", "4"}
