@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 from figures import draw  # noqa: E402
+from page import page  # noqa: E402
 
 import compose  # noqa: E402
 
@@ -379,6 +380,8 @@ def everything():
     files = {path: "\n".join(lines) + "\n" for path, lines in files.items()}
     files |= {f"docs/{name}": svg for name, svg in draw().items()} | written_diffs()
     files |= composed()
+    bugs = {path: text for path, text in files.items() if path.startswith("bugs/")}
+    files["docs/index.html"] = page({Path(path).stem: text for path, text in bugs.items()})
     made = blocks()
     for name in DOCUMENTS:
         files[name] = fill((ROOT / name).read_text(), made)

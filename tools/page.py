@@ -6,9 +6,13 @@ tools/generate.py writes it.
 
 import json
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+import compose  # noqa: E402
+
 TEMPLATE = "minimal/template"
 LANGUAGES = {"en": "", "zh": ".zh-CN"}
 # The mistakes that are made where this was chosen; the others can be made in every script.
@@ -61,7 +65,7 @@ def mistakes(diffs):
             said = signs[anchor] | {"title": title, "text": text, "more": more}
             found.setdefault(name, {})[language] = said
     assert found.keys() == diffs.keys() and all(len(said) == 2 for said in found.values())
-    script = read("minimal/distributed.py").splitlines()
+    script = compose.script("torchrun").splitlines()
     return [{"name": n, "hunks": hunks(diffs[n], script), **said} for n, said in found.items()]
 
 
@@ -79,7 +83,7 @@ def hunks(diff, script):
         old = [[line[1:] for line in part if line[0] != "+"] for part in parts]
         if all(count(script, part) == 1 for part in old):
             return parts
-    raise ValueError(f"the lines around are not unique in minimal/distributed.py:\n{diff}")
+    raise ValueError(f"the lines around are not unique in the script:\n{diff}")
 
 
 def count(script, lines):
@@ -107,8 +111,8 @@ def kubernetes():
 def places(starts):
     """{start: {place: the commands, or the word for why there are none}}"""
     made = {}
-    for start in starts:
-        name, one = start["name"], start["command"]
+    for name in starts:
+        (one,) = re.findall(r"^\$ (.*)$", compose.script(name, file="$file"), re.M)
         by_torchrun = "torchrun" in one
         nodes = "\n".join(NODES.format(rank) for rank in (0, 1)) if by_torchrun else "library"
         alone = {"one_gpu": "alone", "dataparallel": "alone", "spawn": "spawn", "slurm": one}
@@ -124,7 +128,7 @@ def places(starts):
 
 def page(diffs):
     """The text of docs/index.html; diffs: {name: text} of bugs/."""
-    choices = json.loads(read(f"{TEMPLATE}/choices.json"))
+    choices = compose.choices()
     choices["starts"] = [start for start in choices["starts"] if not start.get("hidden")]
     data = {
         "template": read(f"{TEMPLATE}/train.py.txt"),
@@ -132,7 +136,7 @@ def page(diffs):
         "mistakes": mistakes(diffs),
         "belong": BELONG,
         "likeTorchrun": LIKE_TORCHRUN,
-        "places": places(choices["starts"]),
+        "places": places([start["name"] for start in choices["starts"]]),
         "yaml": kubernetes(),
     }
     # No text may end the element that it stands in.
