@@ -4,6 +4,7 @@ choices and its renderer, the launch commands, and the mistakes of docs/bugs.md.
 tools/generate.py writes it.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -129,6 +130,11 @@ def places(starts):
 def page(diffs):
     """The text of docs/index.html; diffs: {name: text} of bugs/."""
     choices = compose.choices()
+    for choice in [*choices["starts"], *choices["data"], *choices["features"]]:
+        for key, (language, ending) in itertools.product(("why", "wrong"), LANGUAGES.items()):
+            if key in choice:
+                page = f"](recipes_minimal{ending}.md#"
+                choice[key][language] = choice[key][language].replace("](#", page)
     choices["starts"] = [start for start in choices["starts"] if not start.get("hidden")]
     data = {
         "template": read(f"{TEMPLATE}/train.py.txt"),
