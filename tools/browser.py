@@ -115,9 +115,9 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", **code, **down)
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
-    def look(self, width, height, dark=False, language="en-US"):
-        """Gives the window a size, and the visitor a taste and a language; reload to see it."""
-        size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+    def look(self, width, height, dark=False, language="en-US", scale=1):
+        """Sets the window's size in CSS pixels, and what the visitor's system has; then open."""
+        size = dict(width=width, height=height, deviceScaleFactor=scale, mobile=width < 500)
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         still = {"name": "prefers-reduced-motion", "value": "reduce"}

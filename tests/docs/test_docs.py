@@ -119,6 +119,7 @@ TESTED = {
     r"torchrun .* -- gan\.py .*": "docs/test_docs.py::test_flags_that_torchrun_would_take",
     r"python -m benchmarks\.\w+.*": "run/test_benchmark.py::command",
     r"python tools/record\.py": "docs/test_record.py::test_the_recording",
+    r"python tools/picture\.py": "docs/test_page.py::test_the_pictures_of_the_readmes",
 }
 
 

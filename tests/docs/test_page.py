@@ -1,5 +1,6 @@
 """docs/index.html in a real Chromium: what it shows is what compose.py prints, on every screen."""
 
+import io
 import json
 import os
 import random
@@ -10,12 +11,14 @@ from urllib.parse import unquote
 import pytest
 import yaml
 from conftest import ROOT
+from PIL import Image
 from torch.distributed.run import get_args_parser
 
 import compose
 from tests.docs.copies import commands_of, patched
 from tests.docs.test_docs import anchors
 from tools import page as source
+from tools import picture
 from tools.browser import EXECUTABLE, Browser
 
 FILE = ROOT / "docs/index.html"
@@ -249,6 +252,15 @@ def test_small_quick_and_alone(page):
         times.append(page.evaluate("performance.getEntriesByType('navigation')[0].duration"))
         assert page.evaluate("performance.getEntriesByType('resource').length") == 0
     assert min(times) < 200, times
+
+
+@needs_chromium
+def test_the_pictures_of_the_readmes(page):
+    """Small, sharp and of today's size; they are not compared: each machine has its own fonts."""
+    for name, language in picture.PICTURES.items():
+        for content in (picture.picture(page, language), (ROOT / "docs" / name).read_bytes()):
+            assert len(content) < 150_000
+            assert Image.open(io.BytesIO(content)).size == (1650, 925)
 
 
 def test_its_links_hold():
