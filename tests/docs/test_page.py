@@ -244,14 +244,14 @@ def test_the_language_and_the_colours_are_kept(page):
 
 @needs_chromium
 def test_small_quick_and_alone(page):
-    """In milliseconds, the best of five; it fetches nothing."""
+    """In seconds of the processor, for this machine may be busy; it fetches nothing."""
     assert FILE.stat().st_size < 500_000
-    times = []
-    for _ in range(5):
-        opened(page, "torchrun", features=FEATURES)
-        times.append(page.evaluate("performance.getEntriesByType('navigation')[0].duration"))
+    page.call("Performance.enable", timeDomain="threadTicks")
+    for features in ([], FEATURES):
+        opened(page, "torchrun", features=features)
+        metrics = page.call("Performance.getMetrics")["metrics"]
+        assert {m["name"]: m["value"] for m in metrics}["TaskDuration"] < 0.2
         assert page.evaluate("performance.getEntriesByType('resource').length") == 0
-    assert min(times) < 200, times
 
 
 @needs_chromium
