@@ -37,7 +37,8 @@ BELONG = {
 LIKE_TORCHRUN = ["torchrun", "spawn", "slurm", "apex"]
 
 NODES = "torchrun --nnodes=2 --node-rank={} --nproc-per-node=4 --master-addr=HOST $file"
-DOCKER = 'docker run --gpus all --ipc=host -v "$PWD:/work" -w /work IMAGE '
+DOCKER = 'docker run --gpus all --ipc=host -v "$PWD:/work"$images -w /work IMAGE '
+IMAGES = " -v /path/to/imagenet:/work/data"
 
 
 def read(name):
@@ -110,7 +111,10 @@ def kubernetes():
 
 
 def places(starts):
-    """{start: {place: the commands, or the word for why there are none}}"""
+    """{start: {place: the commands, or the word for why there are none}}
+
+    In a command $file is the script, and $images the place of the images, where it reads some.
+    """
     made = {}
     for name in starts:
         (one,) = re.findall(r"^\$ (.*)$", compose.script(name, file="$file"), re.M)
@@ -118,7 +122,7 @@ def places(starts):
         nodes = "\n".join(NODES.format(rank) for rank in (0, 1)) if by_torchrun else "library"
         alone = {"one_gpu": "alone", "dataparallel": "alone", "spawn": "spawn", "slurm": one}
         made[name] = {
-            "one": one,
+            "one": one.replace("-N2", "-N1"),
             "nodes": alone.get(name, nodes),
             "slurm": one if name == "slurm" else "srun",
             "docker": "cluster" if name == "slurm" else DOCKER + one,
@@ -143,6 +147,7 @@ def page(diffs):
         "belong": BELONG,
         "likeTorchrun": LIKE_TORCHRUN,
         "places": places([start["name"] for start in choices["starts"]]),
+        "images": IMAGES,
         "yaml": kubernetes(),
     }
     # No text may end the element that it stands in.

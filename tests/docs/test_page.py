@@ -95,7 +95,8 @@ def test_copies_downloads_and_links(page, tmp_path):
     click(page, "#share")
     assert page.evaluate("copied").endswith("#start=slurm&data=images&with=amp,resume")
     click(page, "#copy-command")
-    assert page.evaluate("copied") == commands_of(text)[0] + "\n"
+    (two_nodes,) = commands_of(text)
+    assert page.evaluate("copied") == two_nodes.replace("-N2", "-N1") + "\n"
     page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     click(page, "#download")
     until = time.monotonic() + 30
@@ -106,6 +107,16 @@ def test_copies_downloads_and_links(page, tmp_path):
     click(page, "[value=amp]")
     assert page.evaluate(SHOWN) == compose.script("slurm", "images", ["resume"])
     assert page.evaluate("location.hash") == "#start=slurm&data=images&with=resume"
+
+
+@needs_chromium
+def test_docker_gets_the_images_where_the_script_reads_them(page):
+    command = "document.querySelector('#command code').textContent"
+    for data, more in (("digits", ""), ("images", " -v /path/to/imagenet:/work/data")):
+        opened(page, "torchrun", data)
+        click(page, "#place-docker")
+        docker = f'docker run --gpus all --ipc=host -v "$PWD:/work"{more} -w /work IMAGE '
+        assert page.evaluate(command) == docker + commands_of(compose.script("torchrun"))[0]
 
 
 @needs_chromium
