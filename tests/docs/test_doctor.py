@@ -74,10 +74,10 @@ def examined(folder, *words, code=0, env=None, timeout=100):
     ], output
 
 
-def copied(folder, name=None, epochs=2):
-    """minimal/distributed.py with a mistake."""
+def copied(folder, name=None, epochs=2, diffs="bugs"):
+    """minimal/distributed.py with a mistake, or with another diff."""
     script = shutil.copy(ROOT / "minimal/distributed.py", folder / "script.py")
-    assert not name or patched(script, f"bugs/{name}.diff")
+    assert not name or patched(script, f"{diffs}/{name}.diff")
     text = (folder / "script.py").read_text()
     (folder / "script.py").write_text(edited(text, [("EPOCHS = 5", f"EPOCHS = {epochs}")]))
     return folder / "script.py"
@@ -182,8 +182,7 @@ RECIPES = sorted(path.stem for path in (ROOT / "minimal/recipes").glob("*.diff")
 @pytest.mark.soak
 @pytest.mark.parametrize("name", RECIPES)
 def test_finds_no_mistake_in_a_recipe_and_changes_no_bit(name, tmp_path):
-    script = copied(tmp_path)
-    assert patched(script, f"minimal/recipes/{name}.diff")
+    script = copied(tmp_path, name, diffs="minimal/recipes")
     found, output = examined(tmp_path, script, timeout=250)
     assert all(text.startswith("hint: ") for _, text, _ in found), output
     weights = torch.load(tmp_path / "digits.pth", weights_only=True)
