@@ -4,7 +4,6 @@ the same, and what the scripts do is true. That minimal/ comes out of it is seen
 
 import csv
 import itertools
-import json
 import random
 import re
 import shutil
@@ -74,33 +73,6 @@ def test_the_template_knows_its_words():
         conditions += [part.split(" if ")[1] for part in texts.split(" else ") if " if " in part]
     used = {word for condition in conditions for word in re.findall(r"\w+", condition)}
     assert used - {"and", "or", "not"} <= names
-
-
-def test_a_browser_writes_the_same(tmp_path):
-    """render.js, run by node: scripts, how they were made, and what is refused."""
-    if not (node := shutil.which("node")):
-        pytest.skip("needs node")
-    chosen = [sorted({s, d, *f}) for s, d, f in some_combinations(100, seed=1)]
-    chosen += [["apex", "amp", "digits"], ["by_hand", "digits"], ["by_hand", "digits", "f1"]]
-    (tmp_path / "run.js").write_text(
-        (ROOT / "minimal/template/render.js").read_text()
-        + """
-const [template, known, all] = JSON.parse(require("fs").readFileSync(0, "utf8"));
-console.log(JSON.stringify(all.map((names) => {
-  const chosen = new Set(names), made = compose.madeBy(known, chosen);
-  const text = compose.render(template, chosen, "train.py", made);
-  return [compose.refusal(known, chosen, "zh"), made, text];
-})));"""
-    )
-    given = json.dumps([TEMPLATE, KNOWN, chosen])
-    output = subprocess.run(
-        [node, tmp_path / "run.js"], input=given, capture_output=True, text=True
-    )
-    assert not output.stderr
-    for names, (why, made, text) in zip(chosen, json.loads(output.stdout), strict=True):
-        assert why == compose.refusal(KNOWN, {*names}, "zh")
-        assert made == compose.made_by(KNOWN, {*names})
-        assert text == compose.render(TEMPLATE, {*names}, "train.py", made)
 
 
 def command(*words, code=0):
