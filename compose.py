@@ -169,7 +169,8 @@ def main():
             lines = [part.splitlines(keepends=True) for part in (old, text)]
             text = "".join(difflib.unified_diff(*lines, f"without {args.diff}", "train.py"))
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     sys.stdout.write(text)
 
 

@@ -103,7 +103,7 @@ def test_the_command(tmp_path):
     ],
 )
 def test_what_makes_no_sense_is_one_line(words, says):
-    output = command(*words.split(), code=1)
+    output = command(*words.split(), code=2)
     assert output.startswith(f"error: {says}") and output.count("\n") == 1
 
 
