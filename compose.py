@@ -163,6 +163,8 @@ def main():
     try:
         text = script(args.start, args.data, features)
         if args.diff:
+            if args.diff not in features and any(args.diff == f["name"] for f in known["features"]):
+                raise ValueError(f"--diff {args.diff} needs {args.diff} in --with")
             less = [name for name in features if name != args.diff]
             start = args.start if args.diff in features else args.diff
             old = script(start, args.data, less)

@@ -100,6 +100,7 @@ def test_the_command(tmp_path):
         ("torchrun --data mnist", "mnist is none of digits"),
         ("dataparallel --with compile", "DataParallel copies the net anew"),
         ("accelerate --with accumulate,weighted", "Accelerate's accumulate"),
+        ("torchrun --with amp --diff f1", "--diff f1 needs f1 in --with"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(words, says):
