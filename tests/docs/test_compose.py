@@ -4,6 +4,7 @@ the same, and what the scripts do is true. That minimal/ comes out of it is seen
 
 import csv
 import itertools
+import math
 import random
 import re
 import shutil
@@ -187,7 +188,8 @@ def runs_as_it_should(start, data, features, folder):
     assert len(lines) == 2
     losses, f1s, said = zip(*lines, strict=True)
     assert (None in losses) != ("loss" in features) and (None in f1s) != ("f1" in features)
-    assert "loss" not in features or losses[1] < losses[0]
+    assert "loss" not in features or all(map(math.isfinite, losses))
+    assert "loss" not in features or data != "digits" or losses[1] < losses[0]  # they can be learnt
 
     scores, kept = f1s if "f1" in features else said, 1
     if {"best", "early_stopping"} & {*features}:
