@@ -128,6 +128,8 @@ def test_the_pages_have_the_reasons():
 
 
 ALIKE = ["torchrun", "spawn", "slurm", "fsdp", "horovod", "fabric", "ray"]
+# On each start by hand, on some of them by CI: the rest takes half an hour.
+SOAK = pytest.mark.soak
 NEUTRAL = ["loss", "f1", "best", "early_stopping", "predictions", "workers", "dict_batches"]
 
 
@@ -144,13 +146,19 @@ def plain(tmp_path_factory):
     return once
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("start", STARTS)
+def some(*names, of=STARTS):
+    """Parameters: these with --all, the others as a soak."""
+    return [pytest.param(x, marks=pytest.mark.full if x in names else SOAK) for x in of]
+
+
+@pytest.mark.parametrize("start", some("one_gpu", "torchrun", "accelerate"))
 def test_what_only_looks_on_changes_nothing(start, plain, tmp_path):
     """The accuracies are those of the plain script, to an image."""
     if start == "horovod":
         needs_horovod()
     features = NEUTRAL + ["resume"] * (start in ALIKE)  # else it changes the order of the images
+    if start in ("one_gpu", "dataparallel"):  # and workers draw another number before each epoch
+        features.remove("workers")
     output = trained(write(tmp_path, start, "digits", features, epochs=3), start)
     assert [line[2] for line in lines_of(output)] == plain("torchrun" if start in ALIKE else start)
 
@@ -160,8 +168,7 @@ STATEFUL = "loss amp clip schedule f1 early_stopping predictions ema resume work
 DROPOUT = [("nn.Flatten(), ", "nn.Flatten(), nn.Dropout(0.2), ")]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", some("torchrun", "fsdp"))
 def test_a_resume_after_a_kill_ends_with_the_same_bits(start, tmp_path):
     """All processes are killed in mid-epoch; all that is saved is compared."""
     if start == "horovod":
@@ -197,9 +204,11 @@ def test_two_parts_are_two_processes(start, tmp_path):
 NO_BATCHNORM = [("nn.BatchNorm2d(64), ", "")]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("parts", [[], ["accumulate"]])
-@pytest.mark.parametrize("start", ["torchrun", "fsdp", "horovod", "fabric", "ray", "accelerate"])
+@pytest.mark.parametrize(
+    "start",
+    some("torchrun", of=["torchrun", "fsdp", "horovod", "fabric", "ray", "accelerate"]),
+)
 def test_class_weights_are_those_of_the_whole_batch(start, parts, tmp_path):
     """The weights of two processes are those of one, to rounding, and other than without."""
     if start == "horovod":
@@ -215,8 +224,7 @@ def test_class_weights_are_those_of_the_whole_batch(start, parts, tmp_path):
     torch.testing.assert_close(two, load(one, "digits.pth"), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("start", ["one_gpu", "torchrun", "fsdp"])
+@pytest.mark.parametrize("start", some("torchrun", of=["one_gpu", "torchrun", "fsdp"]))
 def test_ema(start, tmp_path):
     """The first steps' weights are taken as they are; then a hundredth of the way in each step."""
     probe = "            average.update_parameters(net)"
@@ -239,8 +247,7 @@ def test_ema(start, tmp_path):
     assert f"{accuracy(weights)} % correct" in output
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("start", ["torchrun", "fsdp", "horovod"])
+@pytest.mark.parametrize("start", some("torchrun", of=["torchrun", "fsdp", "horovod"]))
 def test_gradients_are_clipped_once_they_are_averaged_and_unscaled(start, tmp_path):
     """In fp16: the norm of what a step uses is 1 at most, and 1 in some; all agree."""
     path = write(tmp_path, start, features=["amp", "clip"], epochs=4)
@@ -255,8 +262,7 @@ def test_gradients_are_clipped_once_they_are_averaged_and_unscaled(start, tmp_pa
     assert len(norms) == 88 and max(norms) == pytest.approx(1, abs=1e-3) and min(norms) < 0.9
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("start", ["one_gpu", "torchrun"])
+@pytest.mark.parametrize("start", some("torchrun", of=["one_gpu", "torchrun"]))
 def test_compile(start, tmp_path):
     """By Inductor: it trains, and the keys are those of the plain net."""
     composed.write(tmp_path, start)
