@@ -4,6 +4,7 @@ $ torchrun --standalone --nproc-per-node=2 library_facts.py (hand|accelerate) FI
 $ python library_facts.py (fabric|ray) FILE
 """
 
+import gc
 import json
 import os
 import sys
@@ -242,4 +243,5 @@ if __name__ == "__main__":
         TorchTrainer(main, train_loop_config=config, scaling_config=scaling).fit()
     else:
         main(config)
+        gc.collect()  # ends DDP's threads: else gloo may abort when Python ends
         dist.destroy_process_group()
