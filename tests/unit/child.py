@@ -22,7 +22,8 @@ class Child:
         """(the exit code, the output that was not read yet), once nobody can write any more."""
         late = threading.Timer(60, self.kill)
         late.start()
-        output = self.output.read()
+        with self.output:
+            output = self.output.read()
         self.process.join()
         late.cancel()
         return self.process.exitcode, output
