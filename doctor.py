@@ -1071,6 +1071,8 @@ def tell(groups, found, code, seconds, file=None):
         steps, calls = (len(of(run[0]["events"], kind)) for kind in ("step", "collective"))
         seen = f"{steps} steps, {len(run[0]['passes'])} passes over loaders, {calls} collectives"
         print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s")
+        if not steps:
+            print(" no step of an optimizer was seen, so no mistake of training could be")
     # gloo may abort while Python ends: that is not the script's.
     well = not code or (
         bool(run) and all(end["error"] == "" for run in groups for end in ends(run))

@@ -59,6 +59,8 @@ def main():
         if accelerator.is_main_process:
             print(f"epoch {epoch}: {100 * correct.item() / len(val_set):.1f} % correct")
             torch.save(accelerator.unwrap_model(net).state_dict(), "digits.pth")
+    del net
+    accelerator.free_memory()  # ends DDP's threads: else gloo may abort when Python ends
     accelerator.end_training()
 
 

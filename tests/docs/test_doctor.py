@@ -74,6 +74,14 @@ def examined(folder, *words, code=0, env=None, timeout=100):
     ], output
 
 
+def test_says_that_it_saw_no_training(tmp_path):
+    """As of a run that was resumed where nothing is left to do."""
+    script = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier()"
+    (tmp_path / "script.py").write_text(f"{script}; d.destroy_process_group()")
+    found, output = examined(tmp_path, "script.py")
+    assert not found and "no step of an optimizer was seen" in output, output
+
+
 def copied(folder, name=None, epochs=2, diffs="bugs"):
     """minimal/distributed.py with a mistake, or with another diff."""
     script = shutil.copy(ROOT / "minimal/distributed.py", folder / "script.py")
