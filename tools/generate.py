@@ -443,5 +443,6 @@ def everything():
 
 
 if __name__ == "__main__":
-    for path, text in everything().items():
-        (ROOT / path).write_text(text)
+    for made in (composed, everything):  # the pages show scripts that were composed before
+        for path, text in made().items():
+            (ROOT / path).write_text(text)
