@@ -59,7 +59,10 @@ class SrunTask:
         self.store = self.open_store(seconds, host=self.number == 0)
         if self.number == 0:
             self.store.set("nprocs", str(self.nprocs))
+            # The store ends with this task: a wrong flag may end it next, while others connect.
+            self.store.wait([f"task {number}" for number in range(1, self.tasks)])
         first = int(self.store.get("nprocs"))
+        self.store.set(f"task {self.number}", "agreed")
         if first != self.nprocs:
             counts = f"task {self.number} would start {self.nprocs} processes and task 0 {first}"
             raise ValueError(f"{counts}: take nodes with as many GPUs each, or give --nprocs")

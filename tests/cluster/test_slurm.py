@@ -148,8 +148,8 @@ def test_a_mistake_is_one_line(work, tmp_path):
     flags = ["--data", "nowhere", "--checkpoint-dir", tmp_path / "c"]
     code, output = Job(srun(*SHAPES["a task per GPU"], *flags), work).wait(120)
     assert code in (2, 137, 143), output  # the highest: of the task that -K has ended
-    (line,) = [x for x in output.splitlines() if not re.match("srun: |slurmstepd", x)]
-    assert line.startswith("error: no folder nowhere/train: --data needs ")
+    lines = [x for x in output.splitlines() if not re.match("srun: |slurmstepd", x)]
+    assert len(lines) == 1 and lines[0].startswith("error: no folder nowhere/train: "), output
 
 
 @pytest.mark.full

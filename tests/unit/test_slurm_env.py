@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,8 +95,13 @@ def test_a_task_for_each_process(more_cores, sharers, tmp_path, monkeypatch):
     cores = len(os.sched_getaffinity(0)) + more_cores
     node = {"STEP_TASKS_PER_NODE": "2", "CPUS_ON_NODE": cores, "NTASKS": 2}
     tasks = [task(tmp_path / "file", PROCID=i, LOCALID=i, **node) for i in range(2)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(tasks[0].agree, seconds=20)
+        time.sleep(0.1)
+        assert first.running()  # its end would be the store's, while the other connects
+        tasks[1].agree(seconds=20)
+        first.result()
     for number, made in enumerate(tasks):
-        made.agree(seconds=20)
         copy = pickle.loads(pickle.dumps(made))  # as mp.spawn does
         assert copy.open_store(20).get("nprocs") == b"1"
         ranks = copy.rank, copy.local_rank, copy.world_size, copy.local_world_size
@@ -105,8 +112,10 @@ def test_nodes_that_would_start_different_numbers_of_processes(tmp_path, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     node = {"STEP_TASKS_PER_NODE": "1(x2)", "NTASKS": 2, "LOCALID": 0}
     first, second = (task(tmp_path / "file", PROCID=i, **node) for i in range(2))
-    first.agree(4, seconds=20)
-    assert (first.rank, first.local_rank, first.world_size) == (0, 0, 8)
     message = "^task 1 would start 2 processes and task 0 4: take nodes with as many GPUs each"
-    with pytest.raises(ValueError, match=message):
-        second.agree(2, seconds=20)
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(first.agree, 4, seconds=20)
+        with pytest.raises(ValueError, match=message):
+            second.agree(2, seconds=20)
+        done.result()
+    assert (first.rank, first.local_rank, first.world_size) == (0, 0, 8)
