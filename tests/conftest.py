@@ -72,8 +72,9 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: ROOMS.get(item.path.parent.name, 0))
     if config.getoption("--all") or any("::" in name for name in config.args):
         return
-    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    long = [i for i in items if i.get_closest_marker("full") and not i.get_closest_marker("soak")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if item not in long]
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import ONE_THREAD, ROOT, full, last_result, load, python, run, same_state, torchrun
+from conftest import ONE_THREAD, ROOT, last_result, load, python, run, same_state, torchrun
 
 from tests.launched import FLAGS, straight
 
@@ -45,7 +45,8 @@ def test_a_flag_of_the_other_era_is_one_line(era, flag, work):
     assert output.count("\n") == 1
 
 
-@pytest.mark.parametrize("case", ["fp16", full("O1")])
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["fp16", "O1"])
 def test_goes_on_from_distributed_and_is_the_same(case, work, tmp_path):
     """In mid-epoch, twice: scaled losses are counted on. In fp32: tests/run/test_resume.py."""
     (era, flags, said, same), folder = CASES[case], tmp_path / "c"

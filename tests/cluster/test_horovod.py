@@ -31,6 +31,7 @@ SCRIPT = ROOT / "horovod_distributed.py"
 INSTALL = ROOT / "tools/install_horovod.sh"
 
 
+@pytest.mark.full
 def test_is_the_same_as_ddp_in_fp16(work, tmp_path):
     """In fp32: tests/run/test_resume.py."""
     more = ["--precision", "fp16"]

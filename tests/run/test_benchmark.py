@@ -54,7 +54,9 @@ def folder(work, tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name", [*BENCHMARKS][:-1] + [pytest.param("strategies", marks=pytest.mark.soak)]
+)
 def test_a_benchmark_writes_what_it_measured(name, folder):
     flags, expected, measured = BENCHMARKS[name]
     words = [*flags.split(), "--out", str(folder / "out")]

@@ -73,9 +73,11 @@ def test_a_folder_has_one_run_until_that_is_killed(work, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*.pth")}
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
     """Each goes on with what the one before left, with as many processes as it has.
+
+    In short, and on what stands in for GPUs: tests/gpu/test_rehearsal.py.
 
     The same global batches, so the same weights but for the order of summation. With four
     processes even where nothing changes: DDP forms its buckets anew after the first backward.

@@ -140,6 +140,7 @@ def test_a_run_and_the_evaluation_that_it_names(terminal, tmp_path):
     assert lines[-1].startswith(f" * loss {top['val_loss']:.4f}  acc@1 {top['acc1']:.3f}"), lines
 
 
+@pytest.mark.full
 def test_a_stop_an_error_and_a_resume(terminal, tmp_path):
     """On 120 columns: there is room for all. The terminal of the resume can do little."""
     command, wide = [*torchrun(2), *FLAGS, "--epochs", 200], (120, 24)

@@ -28,7 +28,7 @@ SIGNALS = {
     # Two threads of its helper wait for one process: the later one takes the exit code for 0.
     "horovodrun": ("horovod", "launcher", signal.SIGTERM, [0, 1]),
 }
-QUICK = ["torchrun at the terminal", "the only process, piped into tee"]
+QUICK = "torchrun at the terminal"
 
 
 def start_into_tee(name, folder, work):
@@ -37,7 +37,7 @@ def start_into_tee(name, folder, work):
     return Job(["bash", "-c", piped], work, ONE_THREAD | SLOW)
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else full(case) for case in SIGNALS])
+@pytest.mark.parametrize("case", [case if case == QUICK else full(case) for case in SIGNALS])
 def test_a_signal_saves_and_stops(case, work, tmp_path):
     (name, who, number, codes), folder = SIGNALS[case], tmp_path / "c"
     piped = "tee" in case
@@ -56,7 +56,10 @@ def test_a_signal_saves_and_stops(case, work, tmp_path):
     state = load(folder)
     assert 4 <= state["epoch"] * 29 + state["step"] < 45
     assert not list(folder.glob("*.tmp"))
-    if case in (QUICK[1], "one rank of FSDP"):  # what the others save is the same
+    if case in (
+        "the only process, piped into tee",
+        "one rank of FSDP",
+    ):  # what the others save is the same
         ends_as_straight(name, folder, work)
 
 
@@ -75,6 +78,7 @@ def test_a_stop_that_is_seen_at_an_epochs_end_takes_effect_after_its_validation(
     assert (state["epoch"], state["step"]) == (1, 0) and len(rows(tmp_path / "c")) == 1
 
 
+@pytest.mark.full
 def test_a_launcher_killed_while_its_processes_start(work, tmp_path):
     """They have no request to be killed with it yet, and find it gone after their imports."""
     job = start("multiprocessing", tmp_path / "c", work)
