@@ -146,7 +146,7 @@ def used_imports(lines):
 def main():
     known = choices()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("start", nargs="?", help="how it starts, such as torchrun")
+    parser.add_argument("start", nargs="*", help="how it starts, such as torchrun")
     parser.add_argument("--with", dest="features", default="", help="such as amp,resume,f1")
     parser.add_argument("--data", default="digits", help="digits, images or own")
     parser.add_argument("--diff", help="against this start, or the script without this feature")
@@ -159,15 +159,17 @@ def main():
                 if not choice.get("hidden"):
                     print(f"  {choice['name']:15} {choice['adds']['en']}")
         return
+    start, *more = args.start
     features = [name for name in re.split(r"[\s,]+", args.features) if name]
     try:
-        text = script(args.start, args.data, features)
+        if more:
+            raise ValueError(f"features come after --with: {start} --with {','.join(more)}")
+        text = script(start, args.data, features)
         if args.diff:
             if args.diff not in features and any(args.diff == f["name"] for f in known["features"]):
                 raise ValueError(f"--diff {args.diff} needs {args.diff} in --with")
             less = [name for name in features if name != args.diff]
-            start = args.start if args.diff in features else args.diff
-            old = script(start, args.data, less)
+            old = script(start if args.diff in features else args.diff, args.data, less)
             lines = [part.splitlines(keepends=True) for part in (old, text)]
             text = "".join(difflib.unified_diff(*lines, f"without {args.diff}", "train.py"))
     except ValueError as error:

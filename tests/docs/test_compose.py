@@ -95,6 +95,7 @@ def test_the_command(tmp_path):
     [
         ("torchrun --with f2", "f2 is none of loss, amp"),
         ("torch", "torch is none of one_gpu"),
+        ("torchrun amp f1", "features come after --with: torchrun --with amp,f1\n"),
         ("torchrun --data mnist", "mnist is none of digits"),
         ("dataparallel --with compile", "DataParallel copies the net anew"),
         ("accelerate --with accumulate,weighted", "Accelerate's accumulate"),
