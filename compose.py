@@ -13,6 +13,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "minimal/template"
 WIDTH = 100  # of a line
+HOW = {"starts": "the first word", "features": "--with", "data": "--data"}
 
 
 def choices():
@@ -147,20 +148,22 @@ def main():
     known = choices()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("start", nargs="*", help="how it starts, such as torchrun")
-    parser.add_argument("--with", dest="features", default="", help="such as amp,resume,f1")
+    parser.add_argument(
+        "--with", dest="features", nargs="+", default=[], help="such as amp,resume,f1"
+    )
     parser.add_argument("--data", default="digits", help="digits, images or own")
     parser.add_argument("--diff", help="against this start, or the script without this feature")
     parser.add_argument("--list", action="store_true", help="all that can be chosen")
     args = parser.parse_args()
     if args.list or not args.start:
         for axis in ("starts", "features", "data"):
-            print(f"{axis}:")
+            print(f"{axis} ({HOW[axis]}):")
             for choice in known[axis]:
                 if not choice.get("hidden"):
                     print(f"  {choice['name']:15} {choice['adds']['en']}")
         return
     start, *more = args.start
-    features = [name for name in re.split(r"[\s,]+", args.features) if name]
+    features = " ".join(args.features).replace(",", " ").split()
     try:
         if more:
             raise ValueError(f"features come after --with: {start} --with {','.join(more)}")

@@ -83,7 +83,7 @@ def test_the_command(tmp_path):
     text = command(*words)
     (made,) = re.findall(r"^Made by: (.*(?:(?<=\\)\n.*)*)$", text, re.M)
     assert run(["bash", "-c", made], ROOT, env=USER) == text and "\nbest," not in made
-    assert command("torchrun", "--with", "f1 amp") == command("torchrun", "--with", "amp,f1")
+    assert command("torchrun", "--with", "f1,", "amp") == command("torchrun", "--with", "amp,f1")
     added = [line for line in command(*words, "--diff", "clip").splitlines() if line[0] == "+"]
     assert "clip_grad_norm_" in added[-1] and "unscale_" in added[-2]
     assert "-    rank = " in command("one_gpu", "--diff", "torchrun")
