@@ -443,8 +443,8 @@ def test_segmentation(train, tmp_path):
         assert torch.equal(matrix.sum(dim=1).long(), masks.flatten().bincount())
 
 
-# Of this text 281 windows are to train and 33, of which the last is short, to validate.
-TEXT = (ROOT / "docs/minimal.md").read_bytes()[:20100]
+# Of this text 215 windows are to train and 25, of which the last is short, to validate.
+TEXT = (ROOT / "docs/minimal.md").read_bytes()[:15300]
 TRANSFORMER = ["clip", "adamw", "transformer"]
 
 
@@ -458,11 +458,11 @@ def test_transformer(tmp_path):
     training = "-b 8 --epochs 4 --warmup-epochs 1 --lr 0.3".split()
     output = good(script, *flags, *training, ranks=2)
     losses = [float(loss) for loss in re.findall(r"^epoch \S+  loss (\S+)", output, re.M)]
-    assert losses[0] > 3 and losses[-1] < 2.75 and output.count("\nWhat goes wrong: ") == 1
+    assert losses[0] > 3 and losses[-1] < 2.9 and output.count("\nWhat goes wrong: ") == 1
 
     net, found = runpy.run_path(str(script))["Net"](256), [losses[-1]]
     net.load_state_dict(load(tmp_path / "c")["state_dict"])
-    text = torch.tensor([*TEXT[281 * 64 :]])
+    text = torch.tensor([*TEXT[215 * 64 :]])
     with torch.no_grad():
         scores = [net(part[None])[0].T for part in text[:-1].split(64)]
     expected = nn.functional.cross_entropy(torch.cat(scores), text[1:]).item()
