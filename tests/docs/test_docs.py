@@ -248,8 +248,9 @@ def test_flags_of_a_script(command, clone, trained, tmp_path):
 @pytest.mark.parametrize("block", RECIPES)
 def test_block_of_recipes(block, clone, tmp_path):
     """Its lines one after another, on a fresh copy of the script."""
-    shutil.copy(clone / "distributed.py", tmp_path)
-    for name in ("common", "longrun", "recipes", "data"):
+    for name in ("distributed.py", "fsdp_distributed.py"):
+        shutil.copy(clone / name, tmp_path)
+    for name in ("common", "longrun", "recipes", "data", "docs"):
         (tmp_path / name).symlink_to(clone / name)
     if "checkpoints/" in block:
         arch = ["-a", "resnet18"] if "-a resnet18" in block else PLAIN
