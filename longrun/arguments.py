@@ -73,7 +73,10 @@ def user_errors(rank):
 
 def first_line(error):
     """What an exception says, without the lines that follow; its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = str(error).strip() or type(error).__name__
+    if isinstance(error, KeyError) and error.args:  # says the key alone
+        said = f"{type(error).__name__}: {said}"
+    return said.splitlines()[0]
 
 
 def printable(text):
@@ -87,17 +90,25 @@ def printable(text):
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def tell(*lines):
+def show(*lines):
     """Print lines to stdout. If nobody reads it any more, go on without it.
 
-    Ctrl-C also ends the `tee` that a run is piped into, and the run is still to be saved.
+    Raises OSError where they cannot be written, such as for a full disk.
     """
     try:
         print(*map(printable, lines), sep="\n", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError:
-        pass  # such as a full disk: kept, and written with a later line if there is room then
+
+
+def tell(*lines):
+    """show() of a run, which goes on whatever happens to its output: it is still to be saved.
+
+    Ctrl-C also ends the `tee` that it is piped into. What a full disk has not taken is written with
+    a later line, if there is room then.
+    """
+    with contextlib.suppress(OSError):
+        show(*lines)
 
 
 def say(reason, trace=""):
