@@ -56,7 +56,7 @@ def bounded(kind, lowest, highest=math.inf):
 
 @contextlib.contextmanager
 def user_errors(rank):
-    """Turn a ValueError or an OSError into one line on stderr and exit code 2.
+    """Turn a ValueError, an OSError or an ImportError into one line on stderr and exit code 2.
 
     Of processes that meet the same error rank 0 reports it. The others wait for the launcher to
     stop them: if one exited first, it might stop rank 0 before that has written its line. rank: the
@@ -64,7 +64,7 @@ def user_errors(rank):
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if rank > 0:
             time.sleep(30)  # if rank 0 has not exited by then, only this process has the error
         say(f"error: {first_line(error)}")
