@@ -355,7 +355,7 @@ def transformer():
     made = {f"transformer {name}": excerpt(path, *pairs) for name, pairs in parts.items()}
     rows = []
     for size, layers in ((1, 24), (7, 32)):  # billions
-        shares = [f"{16 * size / processes:g}" for processes in (1, 2, 4, 8)]
+        shares = [f"{16 * size / processes:g}" for processes in (1, 2, 8)]
         unit = size / layers * (2 * 2 + 4)  # two blocks in bf16, the gradients of one
         rows.append(" | ".join([f"{size} billion", *shares, f"{unit:.1f}"]))
     return made | {"transformer memory": " |\n| ".join(rows)}
