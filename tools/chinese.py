@@ -42,7 +42,7 @@ CHINESE = {
         "权重相同，梯度相同，所以这一步之后权重仍然相同。"
     ),
     "By default rank 0's buffers (BatchNorm's statistics) are sent too, before each forward().": (
-        "默认情况下，每次 forward() 之前还会广播 rank 0 的缓冲区（BatchNorm 的统计量）。"
+        "默认情况下，每次 forward() 之前还会广播 rank 0 的 buffer（BatchNorm 的统计量）。"
     ),
     # ring
     "All-reduce by a ring: each process sends to the next one only": (

@@ -7,6 +7,7 @@ $ python tools/generate.py
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -54,6 +55,8 @@ LESSON = [
     ("output = model", "model"),
     ("for buffer in", "metrics"),
 ]
+# Images/s of a ResNet-50 in training, as others have published them: docs/measured.md says who.
+GPUS = {"V100": 1200, "RTX 3090": 1218, "A100": 2470, "H100": 5000}
 # What docs/losses.md shows of docs/losses.py: from a text to another one.
 LOSSES = {
     "weighted_cross_entropy": ("def weighted", "DDP divides by world_size"),
@@ -287,24 +290,32 @@ def measured():
     return f"{found['date'][:10]}; {found['hardware']}; {versions}; `{found['command']}`"
 
 
-def speeds():
-    """The rows of a table: script, launcher, processes, images/s by what bounds it."""
-    found, rows = results("strategies") or {"runs": []}, {}
-    for run in found["runs"]:
-        key = f"{run['script']} | {run['launcher']} | {run['processes']}"
-        rows.setdefault(key, {})[run["bound"]] = f"{run['images_per_second']:.0f}"
-    lines = [f"{key} | {r.get('compute', '-')} | {r.get('loader', '-')}" for key, r in rows.items()]
-    return " |\n| ".join(lines or ["- | - | - | - | -"])
+def workers():
+    """What a loader process gives, and the rows of a table: how many of them a GPU needs."""
+    found, each = results("loader"), {}
+    for run in found["runs"][:2]:
+        name = re.match(r"\w+", run["name"])[0]
+        each[name] = run["images_per_second"]["median"] / found["settings"]["workers"]
+    made = {f"a worker {name}": f"{speed:.0f}" for name, speed in each.items()}
+    rows = []
+    for gpu, takes in GPUS.items():
+        needs = [str(math.ceil(takes / each[name])) for name in ("ours", "usual")]
+        rows.append(" | ".join([gpu, f"{takes:,}", *needs]))
+    return made | {"workers": " |\n| ".join(rows)}
 
 
-def table(name, *columns):
-    """The rows of a table: these columns of all runs in a file of results; medians, of spreads."""
+def table(name, *columns, files=None):
+    """The rows of a table: these columns of all runs in a file of results, or of those with so many
+    files; medians, of spreads.
+    """
 
     def cell(x):
         x = x["median"] if isinstance(x, dict) else x
-        return f"{x:.{0 if x >= 100 else 3 if x < 1 else 2}f}" if isinstance(x, float) else str(x)
+        if isinstance(x, float):
+            return f"{x:.{0 if x >= 100 else 3 if x < 1 else 2}f}"
+        return str(x).partition(";")[0]  # without the names of the tests that failed
 
-    runs = (results(name) or {"runs": []})["runs"]
+    runs = [run for run in (results(name) or {"runs": []})["runs"] if run.get("files") == files]
     lines = [" | ".join(cell(run[column]) for column in columns) for run in runs]
     return " |\n| ".join(lines or [" | ".join("-" * len(columns))])
 
@@ -349,7 +360,7 @@ def transformer():
     made = {f"transformer {name}": excerpt(path, *pairs) for name, pairs in parts.items()}
     rows = []
     for size, layers in ((1, 24), (7, 32)):  # billions
-        shares = [f"{16 * size / processes:g}" for processes in (1, 2, 4, 8)]
+        shares = [f"{16 * size / processes:g}" for processes in (1, 2, 8)]
         unit = size / layers * (2 * 2 + 4)  # two blocks in bf16, the gradients of one
         rows.append(" | ".join([f"{size} billion", *shares, f"{unit:.1f}"]))
     return made | {"transformer memory": " |\n| ".join(rows)}
@@ -363,12 +374,13 @@ def blocks():
     for name in OTHERS:
         lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
         made[f"changed {name}"] = f"[{len(lines)}](diffs/{name}.diff)"
-    made["speeds"], made["measured"] = speeds(), measured()
+    made["measured"] = measured()
+    made |= workers()
     made["memory"] = memory()
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
     columns = ("index_s", "start_s", "worker_private_mb", "us_per_image")
-    made["scale"] = table("scale", "name", "files", *columns)
+    made["scale"] = table("scale", "name", *columns, files=1280000)
     made["versions"] = table("versions", "torch", "unit", "full", "minimal")
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))

@@ -11,6 +11,7 @@ import signal
 import pytest
 from conftest import ONE_THREAD, PYTHON, ROOT, assert_close, load, rows, run, same_state, torchrun
 
+from tests.docs.copies import joined
 from tests.docs.test_recipes import copy
 from tests.hosts import FLAGS, STEP, Hosts, first_child, needs_hosts
 from tests.launched import IN_ROOT, straight
@@ -29,9 +30,8 @@ SMALLER = {  # what a test makes of the command: one process on each of one or t
 
 def command():
     """That of docs/elastic.md, with HOST and SCRIPT in it, as it is on each host."""
-    (line,) = re.findall(
-        r"^(?:\w+=\w+ )*torchrun .*$", (ROOT / "docs/elastic.md").read_text(), re.M
-    )
+    page = joined((ROOT / "docs/elastic.md").read_text())
+    (line,) = re.findall(r"^(?:\w+=\w+ )*torchrun .*$", page, re.M)
     for written, smaller in SMALLER.items():
         assert line.count(written) == 1, f"{written} is not in {line}"
         line = line.replace(written, smaller)

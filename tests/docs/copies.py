@@ -22,6 +22,11 @@ def commands_of(text):
     return re.findall(r"^\$ (.*)$", text, re.M)
 
 
+def joined(text):
+    """A text whose lines that end with a backslash are one with the next."""
+    return re.sub(r" *\\\n *", " ", text)
+
+
 def edited(text, edits):
     """A text with other lines: (old, new), of which each old one is there once."""
     for old, new in edits:

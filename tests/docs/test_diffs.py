@@ -75,13 +75,16 @@ PAGE = (ROOT / "docs/recipes.md").read_text()
 
 
 def table():
-    """{recipe: the scripts that it fits}: the one it is of, and those that its row names"""
-    found = {}
-    for name, row in re.findall(r"^\| \[(\w+)\]\(#\w+\) (\|.*)$", PAGE, re.M):
-        script = generate.changes((ROOT / f"recipes/{name}.diff").read_text())
-        others = re.findall(r"`(\w+)`", row.split("|")[-2])
-        found[name] = list(dict.fromkeys([script.removesuffix(".py"), *others]))
-    return found
+    """{recipe: the script that it is of, and others that it fits}, in the order of the page."""
+    fits = {}
+    for name in re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE, re.M):
+        changed = generate.changes((ROOT / f"recipes/{name}.diff").read_text())
+        fits[name] = [changed.removesuffix(".py")]
+    for script, said in re.findall(r"^- `(\w+)`: (.*)$", PAGE, re.M):
+        names = {*re.findall(r"`(\w+)`", said)}
+        for name in fits.keys() - names if said.startswith("all but ") else names:
+            fits[name].append(script)
+    return fits
 
 
 def test_recipes_fit_what_their_table_says(tmp_path):

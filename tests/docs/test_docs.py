@@ -24,7 +24,7 @@ from torchvision.models import resnet18
 
 from common.images import image_folders
 from tests.cluster import test_slurm
-from tests.docs.copies import USER, cached_weights, commands_of
+from tests.docs.copies import USER, cached_weights, commands_of, joined
 from tests.docs.ranks import good
 from tests.unit.test_archives import pack
 from tools import generate
@@ -54,7 +54,7 @@ def commands(text):
     for match in re.finditer(f"{FENCE.pattern}|{CODE.pattern}", text, re.M | re.S):
         kind, block, code = match.groups()
         if kind == "sh":
-            found += block.replace("\\\n", " ").splitlines()
+            found += joined(block).splitlines()
         elif code and code.startswith(STARTS) and " " in code.removeprefix("tests/"):
             found.append(code)
     return [" ".join(line.split()) for line in found]
@@ -66,7 +66,7 @@ def in_docstrings(*folders):
 
 
 # Those of docs/recipes*.md change the script, and are run block by block.
-RECIPES = [block for kind, block in FENCE.findall(read("docs/recipes.md")) if kind == "sh"]
+RECIPES = [joined(b) for kind, b in FENCE.findall(read("docs/recipes.md")) if kind == "sh"]
 DOCUMENTED = [c for name in ENGLISH if "docs/recipes" not in name for c in commands(read(name))]
 DOCUMENTED += in_docstrings(".", "docs", "tools", "benchmarks", "minimal", "minimal/libraries")
 DOCUMENTED = list(dict.fromkeys(DOCUMENTED))
@@ -145,7 +145,7 @@ def test_every_command_is_run_by_a_test():
 def test_what_restarts_has_a_store_of_its_own():
     """Else torch's store outlives a restart, and most restarts fail."""
     for name in DOCUMENTS:
-        for line in re.findall(r"^.*torchrun .*--max-restarts=[1-9].*$", read(name), re.M):
+        for line in re.findall(r"^.*torchrun .*--max-restarts=[1-9].*$", joined(read(name)), re.M):
             assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in line, (name, line)
 
 

@@ -49,28 +49,6 @@ def ranks(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("mended", [True, False])
-def test_a_loss_with_weights(mended, ranks):
-    """Shares of 6 and 4 targets, three of them ignored, have the gradient of all ten."""
-    data = """
-net = nn.Linear(4, 3)
-images, targets = torch.randn(10, 4), torch.randint(3, (10,))
-targets[:3] = -100
-weight = torch.tensor([1.0, 5.0, 2.0])
-nn.functional.cross_entropy(net(images), targets, weight).backward()
-whole = net.weight.grad.clone()
-net.zero_grad()
-part = slice(0, 6) if rank == 0 else slice(6, 10)
-model = DistributedDataParallel(net)
-target, output = targets[part], model(images[part])
-"""
-    lines = [said("count = "), said("dist.all_reduce(count)"), said("loss = nn.")]
-    if not mended:
-        lines = ["loss = nn.functional.cross_entropy(output, target, weight)"]
-    for whole, shared in ranks(data, *lines, "loss.backward()", "result = whole, net.weight.grad"):
-        assert torch.allclose(whole, shared, atol=1e-6) == mended
-
-
 def test_unused_parameters(ranks):
     """The same ones in each step, or others; with these flags."""
     flags = ["", "find_unused_parameters=True", "static_graph=True"]

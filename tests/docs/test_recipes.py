@@ -33,7 +33,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from tests import nets
-from tests.docs.copies import cached_weights, copy, dying, equal
+from tests.docs.copies import cached_weights, copy, dying, equal, joined
 from tests.docs.ranks import good, run_ranks
 
 pytestmark = pytest.mark.full
@@ -266,7 +266,7 @@ def test_f1_and_predictions(train, work, tmp_path):
     The mean of the parts' F1 is another. With early_stopping, and the line of the page between
     them, F1 also chooses the best.
     """
-    (by_f1,) = re.findall(r"^sed -i 's/(.*)/(.*)/' distributed.py$", PAGE, re.M)
+    (by_f1,) = re.findall(r"^sed -i 's/(.*)/(.*)/' distributed.py$", joined(PAGE), re.M)
     _, state = train("f1 early_stopping", "c", "--max-steps", "20", ranks=3, edits=[by_f1])
     found = rows(tmp_path / "c")[0]["f1"]
     assert state["best_acc1"] == found

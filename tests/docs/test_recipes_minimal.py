@@ -11,12 +11,12 @@ from conftest import ROOT, run, torchrun
 from sklearn.metrics import f1_score
 
 import compose
-from tests.docs.copies import USER, accuracy, edited, equal, predicted, validation_set
+from tests.docs.copies import USER, accuracy, edited, equal, joined, predicted, validation_set
 from tests.docs.ranks import good, run_ranks
 
 pytestmark = pytest.mark.full
 PAGE = (ROOT / "docs/recipes_minimal.md").read_text()
-BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", joined(PAGE), re.M | re.S)
 
 # Lines of the script, below or above which a test writes others.
 MAIN = "def main():\n"
