@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import hashlib
+import importlib.util
 import inspect
 import json
 import multiprocessing.process
@@ -1167,6 +1168,8 @@ def main():
     args = parser.parse_args()
     if not os.path.isfile(args.script):
         parser.error(f"{args.script} is no file")
+    if not args.by and not importlib.util.find_spec("torch"):  # --by may start another Python
+        parser.exit(2, f"doctor.py: {sys.executable} has no torch: use the Python of your script\n")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         groups, code = examine(args, args.n, f"{folder}/run")

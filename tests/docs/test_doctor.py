@@ -82,6 +82,13 @@ def test_says_that_it_saw_no_training(tmp_path):
     assert not found and "no step of an optimizer was seen" in output, output
 
 
+def test_says_that_this_python_has_no_torch(tmp_path):
+    """-S: without what is installed."""
+    (tmp_path / "script.py").write_text("import torch\n")
+    said = run([PYTHON, "-S", ROOT / "doctor.py", "script.py"], tmp_path, env=USER, code=2)
+    assert re.fullmatch(r"doctor\.py: \S+ has no torch: .*\n", said), said
+
+
 def copied(folder, name=None, epochs=2, diffs="bugs"):
     """minimal/distributed.py with a mistake, or with another diff."""
     script = shutil.copy(ROOT / "minimal/distributed.py", folder / "script.py")
