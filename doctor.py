@@ -72,7 +72,7 @@ def install():
     if not torch.cuda.is_available():
         use_cpus_for_gpus(torch, Path(RECORD.script).read_text(errors="replace"))
     wrap_processes()
-    wrap_collectives(torch.distributed)
+    wrap_collectives(torch)
     wrap_models(torch)
     wrap_training(torch)
     wrap_loaders(torch.utils.data)
@@ -175,10 +175,13 @@ scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_ga
 gather_object broadcast_object_list scatter_object_list monitored_barrier""".split()
 
 
-def wrap_collectives(dist):
+def wrap_collectives(torch):
+    dist = torch.distributed
+
     def after(_, tensor, *args, **kwargs):  # what is sent in place
         line = users_line(sys._getframe(1))
-        if getattr(tensor, "grad_fn", None) is not None:  # its graph does not know of it
+        # Its graph does not know of it. An autograd.Function, where that is off, has its own way.
+        if getattr(tensor, "grad_fn", None) is not None and torch.is_grad_enabled():
             tensor.register_hook(lambda gradient: arrived(gradient, line))
 
     def arrived(gradient, line):
@@ -289,13 +292,17 @@ def total(tensor):
 
 
 def wrap_training(torch):
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim import optimizer as optimizers
 
     rates, scaler = torch.optim.lr_scheduler, torch.amp.GradScaler
     schedules, scaled = [], []
+    stepping = set()  # optimizers in their step, which may call that of their parent class
 
     def step(optimizer, *_):
         """Weights before a step: after it, some optimizers have still to send them."""
+        if optimizer in stepping:
+            return
+        stepping.add(optimizer)
         optimizer.doctors_steps = getattr(optimizer, "doctors_steps", 0) + 1
         weights = [w for group in optimizer.param_groups for w in group["params"]]
         mine = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
@@ -329,7 +336,11 @@ def wrap_training(torch):
     def scale(self, loss):
         scaled[:] = [self] if self.doctors_enabled else []
 
-    register_optimizer_step_pre_hook(step)
+    def leave_step(optimizer, *_):
+        stepping.discard(optimizer)
+
+    optimizers.register_optimizer_step_pre_hook(step)
+    optimizers.register_optimizer_step_post_hook(leave_step)
     for name in ("cross_entropy", "nll_loss"):
         wrap(torch.nn.functional, name, before=loss)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -666,9 +677,9 @@ def reads_all(row, run):
 
 
 def reads_the_stream(row, run):
-    """every-process-reads-the-whole-stream"""
-    known = any(name for name, *_ in row[0]["items"])  # of tensors
-    if known and row[0]["length"] is None and row[0]["read"] > 1 and not differ(row, "items"):
+    """every-process-reads-the-whole-stream: certain where its batches are not all alike"""
+    several = len({*names(row[0])}) > 1
+    if several and row[0]["length"] is None and not differ(row, "items"):
         return row[0]["made"], "each process reads the whole stream: __iter__ must give it a part"
 
 
