@@ -287,16 +287,17 @@ def work(rank, world_size, path, load):
     model = DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net), device_ids=[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if rank == 0 and not load:
-        torch.save(net, path)  # the whole model, not its weights
+        torch.save(obj=net, f=path)  # the whole model, not its weights
     barrier()
     if load:
-        torch.load(path, map_location={"cuda:0": f"cuda:{rank}"}, weights_only=False)
+        torch.load(f=path, map_location={"cuda:0": f"cuda:{rank}"}, weights_only=False)
     loss = model(torch.randn(6, 4, device=f"cuda:{rank}")).square().mean()
     with torch.no_grad():
         all_reduce(loss)  # to print it: the gradient is that of before
         loss /= world_size
     loss.backward()
     optimizer.step()
+    torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).step(metrics=loss)
     model.eval()
     with torch.no_grad():
         model(torch.zeros(1, 4, device=torch.device("cuda", rank)))
@@ -385,6 +386,32 @@ def test_a_hang_ends_with_both_lines(tmp_path):
     places = [int(number) for number in re.findall(r"at script\.py:(\d+)", said)]
     assert "all_reduce(correct)" in lines[places[0] - 1] and "model(" in lines[places[1] - 1]
     assert time.time() - (tmp_path / "stood").stat().st_mtime < 30
+
+
+SLOW = """
+import time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+
+class Slow(torch.nn.Linear):
+    def forward(self, images):
+        time.sleep(0 if dist.get_rank() else 90)
+        return super().forward(images)
+
+DistributedDataParallel(Slow(1, 1))(torch.ones(1, 1)).sum().backward()
+"""
+
+
+@pytest.mark.full
+def test_a_slow_model_is_no_hang(tmp_path):
+    """Its code is called by DDP, where processes wait as well."""
+    (tmp_path / "script.py").write_text(SLOW)
+    ((_, text, place),) = examined(tmp_path, "--patience=2", "script.py", code=1)[0]
+    assert place == "rank-0-prepares-for-longer-than-the-timeout", text
+    assert text.startswith("hint: rank 0 is at script.py:11, rank 1 waits in backward"), text
 
 
 def test_what_it_says_of_a_crash(tmp_path):
