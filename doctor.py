@@ -133,7 +133,8 @@ def use_cpus_for_gpus(torch, text):
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerate would train alone
     torch.accelerator.set_device_index = torch.cuda.set_device
-    if "is_available" not in text:  # else it can do without
+    # Else it can do without, or would ask Ray for them, which waits until some are there.
+    if not re.search(r"is_available|^(import|from) ray\b", text, re.M):
         torch.cuda.device_count = device_count
     dist = torch.distributed
     without_gpus(dist, "init_process_group", backend="gloo", device_id=None, pg_options=None)

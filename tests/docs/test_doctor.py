@@ -375,6 +375,14 @@ def test_every_place_is_a_heading_of_the_page():
     assert places <= anchors((ROOT / "docs/bugs.md").read_text())
 
 
+def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):
+    """It would wait for them. A double: the script does not use it."""
+    (tmp_path / "ray.py").touch()
+    script = "import ray\nimport torch\n\nassert not torch.cuda.device_count()\n"
+    (tmp_path / "script.py").write_text(script)
+    examined(tmp_path, "script.py")
+
+
 @pytest.mark.full
 def test_a_hang_ends_with_both_lines(tmp_path):
     """30 seconds after it stands still, at most."""
