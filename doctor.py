@@ -646,7 +646,7 @@ def passes_of(events):
 
 # ---- 3. What is judged. A judge is asked about a row, the same event or pass in each process by
 # rank, or about all processes. It returns (line, text), or nothing. Its docstring names the
-# mistake's place in docs/bugs.md.
+# mistake's place in docs/bugs.md, and says when it is certain, or why it is a hint.
 
 
 def rows(run, kind):
@@ -695,6 +695,9 @@ def noted(run, kind):
 def each(row, fact):
     """ "719 and 718" """
     return " and ".join(f"{event[fact]}" for event in row)
+
+
+# Asked about a pass in which a model was trained or validated.
 
 
 def same_rank(row, run):
@@ -825,14 +828,14 @@ def all_validated(row, run):
         return row[0]["made"], f"{text} {len(run)} times"
 
 
+# Asked about a step, or about the step before the first at which a wrapped model's weights differ.
+
+
 def same_seed(row, run):
     """the-same-seed-everywhere: a hint, for what is drawn may be meant to be the same"""
     if not differ(row, "random"):
         seeds = of(run[0]["events"], "seed") or row
         return seeds[-1]["line"], "all processes draw the same random numbers"
-
-
-# Asked about the step before the first at which a wrapped model's weights differ.
 
 
 # In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
@@ -1028,6 +1031,9 @@ def hang(run):
     return waiting[0]["line"], said, "all_reduce-on-rank-0-alone"
 
 
+# Asked about the whole run, and another one.
+
+
 def batch_per_process(run, alone):
     """the-batch-size-is-per-process: a hint, for the learning rate may be chosen for it"""
     for row, (one, *_) in zip(rounds(run, "trained"), rounds(alone, "trained"), strict=False):
@@ -1074,8 +1080,19 @@ def asked(run, about):
     if about == "apart":
         return filter(None, [apart(run)])
     if about.startswith("rank 0: "):
-        return [[event] for event in of(run[0]["events"], about[8:])]
+        return [[event] for event in of(run[0]["events"], about.removeprefix("rank 0: "))]
     return rows(run, about)
+
+
+def answers(run, table):
+    """What the judges of a table say of a run: (judge, line, text, and a place of its own)."""
+    for about, judges in table.items():
+        if noted(run, "part") and about != "run" and "rank 0" not in about:
+            continue  # some processes may differ on purpose, others read the same
+        for judge in judges:
+            asks = [(run,)] if about == "run" else [(row, run) for row in asked(run, about)]
+            for answer in filter(None, (judge(*what) for what in asks)):
+                yield judge, *answer
 
 
 def findings(groups, alone=None, again=None):
@@ -1083,12 +1100,7 @@ def findings(groups, alone=None, again=None):
     said = []
     for certain, table in ((True, MISTAKES), (False, HINTS)):
         for run in (run for run in groups if len(run) > 1 and noted(run, "group")):
-            for about, judge in ((key, judge) for key in table for judge in table[key]):
-                if noted(run, "part") and about != "run" and "rank 0" not in about:
-                    continue  # some processes may differ on purpose, others read the same
-                asks = [(run,)] if about == "run" else [(row, run) for row in asked(run, about)]
-                answers = filter(None, (judge(*what) for what in asks))
-                said += [(certain, judge, *answer) for answer in answers]
+            said += [(certain, *answer) for answer in answers(run, table)]
     for certain, judge, other in ((False, batch_per_process, alone), (True, epoch_repeated, again)):
         answer = other and judge(groups[0], other[0])
         said += [(certain, judge, *answer)] if answer else []
@@ -1182,9 +1194,9 @@ def last_events(folder):
             continue
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
-            line = file.read().splitlines()[-1:]
-        short = line and line[0].startswith(b"{") and line[0].endswith(b"}")  # as a step may not be
-        found[int(path.stem)] = json.loads(line[0]) if short else {"kind": "?", "line": "?"}
+            line = file.read().splitlines()[-1]
+        whole = line.startswith(b"{") and line.endswith(b"}")  # a step's may be longer
+        found[int(path.stem)] = json.loads(line) if whole else {"kind": "?", "line": "?"}
     return found
 
 

@@ -82,6 +82,13 @@ def test_says_that_it_saw_no_training(tmp_path):
     assert not found and "no step of an optimizer was seen" in output, output
 
 
+def test_says_that_the_launcher_started_nothing(tmp_path):
+    """Not that the script has no process group."""
+    (tmp_path / "script.py").touch()
+    output = examined(tmp_path, "--by=false", "script.py", code=1)[1]
+    assert "no process of the script began" in output and "process group" not in output, output
+
+
 def test_says_that_this_python_has_no_torch(tmp_path):
     """-S: without what is installed."""
     (tmp_path / "script.py").write_text("import torch\n")
