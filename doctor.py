@@ -15,7 +15,9 @@ import contextlib
 import functools
 import gc
 import hashlib
+import importlib.util
 import inspect
+import itertools
 import json
 import multiprocessing.process
 import multiprocessing.spawn
@@ -37,6 +39,7 @@ from pathlib import Path
 def wrap(owner, name, before=None, after=None, waits=None):
     """Call before(*args) ahead of owner.name, and after(result, *args) behind it.
 
+    Their arguments have torch's names: a script may give them by name.
     waits: what it is, in words, if the call may wait there for other processes.
     """
     real = getattr(owner, name)
@@ -71,11 +74,15 @@ def install():
     if not torch.cuda.is_available():
         use_cpus_for_gpus(torch, Path(RECORD.script).read_text(errors="replace"))
     wrap_processes()
-    wrap_collectives(torch.distributed)
+    wrap_collectives(torch)
     wrap_models(torch)
     wrap_training(torch)
     wrap_loaders(torch.utils.data)
     wrap_files(torch)
+
+
+WITHOUT_GPUS = """set_device empty_cache synchronize current_device memory_allocated
+max_memory_allocated max_memory_reserved reset_peak_memory_stats""".split()
 
 
 def use_cpus_for_gpus(torch, text):
@@ -115,16 +122,19 @@ def use_cpus_for_gpus(torch, text):
 
         setattr(owner, name, call)
 
+    def keep_batchnorm(module, process_group=None):  # SyncBatchNorm needs GPUs
+        note("synced")
+        return module
+
     mode = OnCPU()
     mode.__enter__()
     atexit.register(mode.__exit__, None, None, None)
-    for name in "set_device empty_cache synchronize current_device memory_allocated".split():
-        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
-    for name in "max_memory_allocated max_memory_reserved reset_peak_memory_stats".split():
+    for name in WITHOUT_GPUS:
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerate would train alone
     torch.accelerator.set_device_index = torch.cuda.set_device
-    if "is_available" not in text:  # else it can do without
+    # Else it can do without, or would ask Ray for them, which waits until some are there.
+    if not re.search(r"is_available|^(import|from) ray\b", text, re.M):
         torch.cuda.device_count = device_count
     dist = torch.distributed
     without_gpus(dist, "init_process_group", backend="gloo", device_id=None, pg_options=None)
@@ -133,8 +143,7 @@ def use_cpus_for_gpus(torch, text):
     without_gpus(ddp, "__init__", device_ids=None, output_device=None)
     without_gpus(torch, "load", map_location="cpu")
     without_gpus(torch.nn.Module, "cuda", device=None)
-    convert = lambda cls, module, process_group=None: note("synced") and module  # noqa: E731
-    torch.nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(convert)
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm = keep_batchnorm
 
 
 class Early:
@@ -174,10 +183,13 @@ scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_ga
 gather_object broadcast_object_list scatter_object_list monitored_barrier""".split()
 
 
-def wrap_collectives(dist):
-    def after(_, tensor, *args, **kwargs):  # what is sent in place
+def wrap_collectives(torch):
+    dist = torch.distributed
+
+    def sent_in_place(_, tensor, *args, **kwargs):
         line = users_line(sys._getframe(1))
-        if getattr(tensor, "grad_fn", None) is not None:  # its graph does not know of it
+        # Its graph does not know of it. An autograd.Function, where that is off, has its own way.
+        if getattr(tensor, "grad_fn", None) is not None and torch.is_grad_enabled():
             tensor.register_hook(lambda gradient: arrived(gradient, line))
 
     def arrived(gradient, line):
@@ -196,10 +208,15 @@ def wrap_collectives(dist):
         if self.ndim > 1:
             note("part")
 
+    def wrap_collective(name):
+        def before(*args, **kwargs):
+            note("collective", name=name)
+
+        in_place = name in ("all_reduce", "reduce", "broadcast")
+        wrap(dist, name, before, sent_in_place if in_place else None, waits=name)
+
     for name in COLLECTIVES:
-        noted = functools.partial(note, "collective", name=name)
-        in_place = after if name in ("all_reduce", "reduce", "broadcast") else None
-        wrap(dist, name, lambda *_, noted=noted, **__: noted(), in_place, waits=name)
+        wrap_collective(name)
     wrap(dist, "init_process_group", after=joined, waits="init_process_group")
     wrap(dist, "new_group", after=new_group)
     wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh)
@@ -288,26 +305,42 @@ def total(tensor):
 
 
 def wrap_training(torch):
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim import optimizer as optimizers
 
     rates, scaler = torch.optim.lr_scheduler, torch.amp.GradScaler
     schedules, scaled = [], []
+    stepping = set()  # optimizers in their step, which may call that of their parent class
 
     def step(optimizer, *_):
         """Weights before a step: after it, some optimizers have still to send them."""
+        if optimizer in stepping:
+            return
+        stepping.add(optimizer)
         optimizer.doctors_steps = getattr(optimizer, "doctors_steps", 0) + 1
+        looks = optimizer.doctors_steps <= 50 or optimizer.doctors_steps % 50 == 0  # it takes time
         weights = [w for group in optimizer.param_groups for w in group["params"]]
-        mine = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
-        often = optimizer.doctors_steps <= 50 or optimizer.doctors_steps % 50 == 0
-        facts = {"weights": {f"{m}.{n}": total(w) for m, n, w in mine} if often else {}}
-        facts["order"] = {str(model): ORDERS.pop(model, []) for model in {m for m, *_ in mine}}
-        facts["lr"] = [float(group["lr"]) for group in optimizer.param_groups]
-        random = torch.get_rng_state().numpy().tobytes()
-        note("step", random=hashlib.md5(random).hexdigest(), **facts)
+        wrapped = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
+        models = {model for model, *_ in wrapped}
+        note(
+            "step",
+            weights={f"{model}.{name}": total(w) for model, name, w in wrapped if looks},
+            order={str(model): ORDERS.pop(model, []) for model in models},
+            lr=[float(group["lr"]) for group in optimizer.param_groups],
+            random=hashlib.md5(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        )
 
-    def loss(scores, target, weight=None, size_average=None, ignore_index=-100, *more, **k):
-        mean = k.get("reduction", more[1] if len(more) > 1 else "mean") == "mean"
-        if mean and torch.is_grad_enabled() and not target.is_floating_point():
+    def loss(
+        input,
+        target,
+        weight=None,
+        size_average=None,
+        ignore_index=-100,
+        reduce=None,
+        reduction="mean",
+        label_smoothing=0.0,
+    ):
+        labels = not target.is_floating_point()
+        if labels and reduction == "mean" and torch.is_grad_enabled():
             kept = target[target != ignore_index]
             counted = kept.numel() if weight is None else weight[kept].sum().item()
             note("mean", counted=counted, all=counted == target.numel())
@@ -322,13 +355,20 @@ def wrap_training(torch):
         if self in schedules:
             note("rate", number=schedules.index(self), done=self.last_epoch)
 
+    def plateau(self, metrics, *args, **kwargs):
+        note("plateau", value=str(float(metrics)))
+
     def new_scaler(_, self, *args, enabled=True, **kwargs):
         self.doctors_enabled = enabled  # as it was meant: without a GPU torch turns it off
 
-    def scale(self, loss):
+    def scale(self, outputs):
         scaled[:] = [self] if self.doctors_enabled else []
 
-    register_optimizer_step_pre_hook(step)
+    def leave_step(optimizer, *_):
+        stepping.discard(optimizer)
+
+    optimizers.register_optimizer_step_pre_hook(step)
+    optimizers.register_optimizer_step_post_hook(leave_step)
     for name in ("cross_entropy", "nll_loss"):
         wrap(torch.nn.functional, name, before=loss)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -339,12 +379,8 @@ def wrap_training(torch):
     wrap(scaler, "update", before=lambda *_: scaled.clear())
     wrap(rates.LRScheduler, "__init__", after=new_schedule)
     wrap(rates.LRScheduler, "step", after=rate)
-    plateau = lambda self, value, *_: note("plateau", value=str(float(value)))  # noqa: E731
     wrap(rates.ReduceLROnPlateau, "step", before=plateau)
     wrap(torch, "manual_seed", before=lambda seed: note("seed", seed=int(seed)))
-
-
-SAMPLER = ("seed", "rank", "num_replicas", "shuffle")  # what a DistributedSampler has
 
 
 def wrap_loaders(data):
@@ -352,7 +388,8 @@ def wrap_loaders(data):
     from torch.utils._pytree import tree_leaves
 
     iterator = data.dataloader._BaseDataLoaderIter
-    bases, passes = [], []  # data sets below all Subsets; passes over a loader
+    bases = {}  # id of a data set below all Subsets: (its number, itself: no other gets its id)
+    numbers = itertools.count()  # of passes over a loader
 
     def made(_, self, *args, **kwargs):
         self.doctors_line = users_line(sys._getframe(1))
@@ -361,9 +398,8 @@ def wrap_loaders(data):
         """The name of an item: its data set's number, its index there."""
         while isinstance(dataset, data.Subset):
             dataset, index = dataset.dataset, dataset.indices[index]
-        if id(dataset) not in map(id, bases):
-            bases.append(dataset)
-        return f"{[*map(id, bases)].index(id(dataset))}:{index}"
+        number, _ = bases.setdefault(id(dataset), (len(bases), dataset))
+        return f"{number}:{index}"
 
     def length(of):
         try:
@@ -378,17 +414,25 @@ def wrap_loaders(data):
 
     def begin(iterator, self):
         sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
-        facts = {"batches": length(self), "length": length(sampler), "workers": self.num_workers}
-        facts |= {
-            "made": self.doctors_line,
-            "sampler": getattr(sampler, "doctors_line", self.doctors_line),
-        }
-        facts |= {name: getattr(sampler, name, None) for name in SAMPLER}
-        facts["size"] = length(self.dataset)
-        facts["padding"] = (getattr(sampler, "total_size", 0) or 0) - (facts["size"] or 0)
-        facts["trims"] = type(self).__module__.startswith("accelerate")  # in gather_for_metrics
-        iterator.doctors_pass = len(passes)
-        passes.append(note("pass", number=iterator.doctors_pass, **facts))
+        size = length(self.dataset)
+        iterator.doctors_pass = next(numbers)
+        note(
+            "pass",
+            number=iterator.doctors_pass,
+            made=self.doctors_line,
+            batches=length(self),
+            workers=self.num_workers,
+            size=size,
+            sampler=getattr(sampler, "doctors_line", self.doctors_line),
+            length=length(sampler),
+            # What a DistributedSampler has.
+            seed=getattr(sampler, "seed", None),
+            rank=getattr(sampler, "rank", None),
+            num_replicas=getattr(sampler, "num_replicas", None),
+            shuffle=getattr(sampler, "shuffle", None),
+            padding=(getattr(sampler, "total_size", 0) or 0) - (size or 0),
+            trims=type(self).__module__.startswith("accelerate"),  # in gather_for_metrics
+        )
 
     def asked(index, self):
         self.__dict__.setdefault("doctors_queue", collections.deque()).append(index)
@@ -426,14 +470,17 @@ def wrap_files(torch):
         name = getattr(file, "name", file)
         return os.path.abspath(name) if isinstance(name, (str, os.PathLike)) else None
 
-    def save(thing, file, *args, **kwargs):
-        inner = thing.values() if isinstance(thing, dict) else []
-        keys = [[*map(str, some)] for some in (thing, *inner) if isinstance(some, dict) and some]
-        of_wrapped = any(all(key.startswith("module.") for key in some) for some in keys)
-        note("save", path=path(file), of_wrapped=of_wrapped)
+    def save(obj, f, *args, **kwargs):
+        inner = obj.values() if isinstance(obj, dict) else []
+        dicts = [some for some in (obj, *inner) if isinstance(some, dict) and some]
+        of_wrapped = any(all(str(key).startswith("module.") for key in some) for some in dicts)
+        note("save", path=path(f), of_wrapped=of_wrapped)
+
+    def load(f, *args, **kwargs):
+        note("load", path=path(f))
 
     wrap(torch, "save", before=save)
-    wrap(torch, "load", before=lambda file, *_, **__: note("load", path=path(file)))
+    wrap(torch, "load", before=load)
 
 
 # ---- 2. What is recorded: the events of a process, in their order
@@ -444,8 +491,8 @@ class Record:
 
     pid = None
 
-    def __init__(self):
-        self.__dict__ |= json.loads(os.environ.get("DOCTOR", "{}"))  # see examine()
+    def __init__(self):  # folder, script, nodes, patience, steps: see examine()
+        self.__dict__ |= json.loads(os.environ.get("DOCTOR", "{}"))
 
     def open(self):
         self.pid, self.count = os.getpid(), 0
@@ -512,11 +559,14 @@ def main_thread():
     No frame is kept, nor what it holds.
     """
     frame = sys._current_frames()[threading.main_thread().ident]
-    line, waits, reads = users_line(frame), None, False
-    while frame is not None and not waits:
-        mine = frame.f_code.co_filename == __file__
-        reads |= frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py")
-        waits, frame = frame.f_locals.get("words") if mine else None, frame.f_back
+    line, waits, reads, inner = users_line(frame), None, False, True
+    while frame is not None:
+        file = frame.f_code.co_filename
+        reads |= file.endswith("torch/utils/data/dataloader.py")
+        if inner and file == __file__:
+            waits = waits or frame.f_locals.get("words")  # of wrap()
+        inner &= not is_users(file)  # a model's own code, called by DDP, waits for nobody
+        frame = frame.f_back
     return line, waits, reads
 
 
@@ -563,10 +613,10 @@ def read(folder):
         process = {"events": events, "passes": passes_of(events)}
         others.append(process)
         for rank in {group["rank"] for group in of(events, "group")}:
-            free = [group for group in groups if rank not in group]
-            if not free:
-                groups.append({})
-            [*free, groups[-1]][0][rank] = process
+            group = next((group for group in groups if rank not in group), None)
+            if group is None:
+                groups.append(group := {})
+            group[rank] = process
     return [[group[rank] for rank in sorted(group)] for group in groups] or [others]
 
 
@@ -582,20 +632,21 @@ def passes_of(events):
         elif event["kind"] == "batch" and event["number"] in passes:
             now = passes[event["number"]]
             now["items"] += map(tuple, event["items"])
-            now |= {"read": now["read"] + 1, "last": event["place"]}
+            now["read"] += 1
+            now["last"] = event["place"]
             now["validated"] |= not event["grad"]
         elif now:
             now["trained"] |= event["kind"] == "backward"
             now["validated"] |= event["kind"] == "forward" and not event["trains"]
     for one in passes.values():
-        one |= {"validated": one["validated"] and not one["trained"]}
+        one["validated"] &= not one["trained"]
         one["whole"] = one["read"] == one["batches"]
     return [one for one in passes.values() if one["read"]]
 
 
 # ---- 3. What is judged. A judge is asked about a row, the same event or pass in each process by
 # rank, or about all processes. It returns (line, text), or nothing. Its docstring names the
-# mistake's place in docs/bugs.md.
+# mistake's place in docs/bugs.md, and says when it is certain, or why it is a hint.
 
 
 def rows(run, kind):
@@ -628,8 +679,8 @@ def apart(run):
         for name, value in row[0]["weights"].items():
             model, _, name_there = name.partition(".")
             if any(event["weights"].get(name, value) != value for event in row):
-                row = before.get(model, row)
-                return [e | {"name": name_there, "order": e["order"][model]} for e in row]
+                cause = before.get(model, row)
+                return [e | {"name": name_there, "order": e["order"][model]} for e in cause]
         before |= dict.fromkeys(row[0]["order"], row)
 
 
@@ -646,6 +697,9 @@ def each(row, fact):
     return " and ".join(f"{event[fact]}" for event in row)
 
 
+# Asked about a pass in which a model was trained or validated.
+
+
 def same_rank(row, run):
     ranks = {one["rank"] for one in row if one["num_replicas"] == len(run)}
     return bool(ranks) and len(ranks) < len(row)
@@ -657,7 +711,7 @@ def names(one, parts=1):
 
 
 def reads_all(row, run):
-    """every-process-reads-all-images"""
+    """every-process-reads-all-images: a hint, for a small set may be meant to be read whole"""
     sets = [{*names(one, parts=2)} for one in row]
     alike = len(set.intersection(*sets)) > 0.9 * len(set.union(*sets))
     if alike and row[0]["whole"] and row[0]["length"] and not same_rank(row, run):
@@ -665,20 +719,20 @@ def reads_all(row, run):
 
 
 def reads_the_stream(row, run):
-    """every-process-reads-the-whole-stream"""
-    known = any(name for name, *_ in row[0]["items"])  # of tensors
-    if known and row[0]["length"] is None and row[0]["read"] > 1 and not differ(row, "items"):
+    """every-process-reads-the-whole-stream: certain where its batches are not all alike"""
+    several = len({*names(row[0])}) > 1
+    if several and row[0]["length"] is None and not differ(row, "items"):
         return row[0]["made"], "each process reads the whole stream: __iter__ must give it a part"
 
 
 def rank_in_sampler(row, run):
-    """local-rank-in-the-sampler"""
+    """local-rank-in-the-sampler: certain where samplers for all processes share a rank"""
     if same_rank(row, run):
         return row[0]["sampler"], f"the processes' samplers have rank {each(row, 'rank')}"
 
 
 def same_order(row, run):
-    """set_epoch-is-forgotten"""
+    """set_epoch-is-forgotten: certain where a shuffled order of 8 items or more comes again"""
     passes = [p for p in run[0]["passes"] if p["line"] == row[0]["line"] and p["trained"]]
     before = passes[passes.index(row[0]) - 1] if row[0] != passes[0] else None
     few = len(row[0]["items"]) < 8  # their order may be the same by chance
@@ -687,28 +741,28 @@ def same_order(row, run):
 
 
 def sampler_without_seed(row, run):
-    """the-sampler-does-not-get-the-seed"""
+    """the-sampler-does-not-get-the-seed: a hint, for a single run needs no other seed"""
     seeds = [event["seed"] for process in run for event in of(process["events"], "seed")]
     if row[0]["shuffle"] and row[0]["seed"] == 0 and seeds and min(seeds) >= len(run):
         return row[0]["sampler"], f"the seed is {min(seeds)}, that of the sampler is always 0"
 
 
 def all_cores(row, run):
-    """all-cores-for-each-process"""
+    """all-cores-for-each-process: a hint, for such workers may have little to do"""
     if all(one["workers"] >= os.cpu_count() > 1 for one in row):
         workers = sum(one["workers"] for one in row)
         return row[0]["made"], f"{workers} workers for one loader, and {os.cpu_count()} cores"
 
 
 def uneven_parts(row, run):
-    """one-process-has-one-step-more"""
+    """one-process-has-one-step-more: a hint, for a loop may end before; certain in hang()"""
     if row[0]["length"] and differ(row, "length") and not noted(run, "join"):
         text = f"the processes have {each(row, 'length')} items, {each(row, 'batches')} batches"
         return row[0]["made"], f"{text}: one with a batch more waits for the others in vain"
 
 
 def own_split(row, run):
-    """each-process-makes-its-own-split"""
+    """each-process-makes-its-own-split: certain, for in one process no item is in both parts"""
     trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
     both = set.union(*trained) & set.union(*validated)
     if both and not any(a & b for a, b in zip(trained, validated, strict=True)):
@@ -729,12 +783,12 @@ def padding(row, also=""):
 
 
 def padded(row, run):
-    """padded-validation: certain where sums are added up, or nothing is"""
+    """padded-validation: certain where no items are gathered, so that none can be cut off"""
     return None if gathered(row[0], run[0]) else padding(row)
 
 
 def padded_and_gathered(row, run):
-    """padded-validation: all items are gathered, and may be cut to the right number"""
+    """padded-validation: a hint, for items are gathered, and may be cut to the right number"""
     return padding(row, ", unless they are cut off again") if gathered(row[0], run[0]) else None
 
 
@@ -742,25 +796,25 @@ REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_ten
 REDUCING |= {"all_gather_object", "gather_object"}
 
 
-def after(one, process):
+def called(one, process):
     """The names of the collectives of a validation and after it, until the next step."""
-    events, last = process["events"], one["last"]
-    steps = (i for i in range(last, len(events)) if events[i]["kind"] == "step")
-    until = events[one["place"] : next(steps, len(events))]
-    return {event["name"] for event in of(until, "collective")}
+    events = process["events"]
+    steps = (event["place"] for event in of(events[one["last"] :], "step"))
+    until = next(steps, len(events))
+    return {event["name"] for event in of(events[one["place"] : until], "collective")}
 
 
 def added_up(one, process):
     """Whether numbers of all processes came together."""
-    return bool(after(one, process) & REDUCING)
+    return bool(called(one, process) & REDUCING)
 
 
 def gathered(one, process):
-    return any("gather" in name for name in after(one, process))
+    return any("gather" in name for name in called(one, process))
 
 
 def one_part(row, run):
-    """only-one-part-is-counted"""
+    """only-one-part-is-counted: a hint, for rank 0's part may be meant as a sample"""
     whole = all(one["whole"] for one in row) and all(of(p["events"], "end") for p in run)
     overlap = len(set.intersection(*[{*names(one)} for one in row]))
     if whole and overlap <= max(0, row[0]["padding"]) and not added_up(row[0], run[0]):
@@ -768,20 +822,20 @@ def one_part(row, run):
 
 
 def all_validated(row, run):
-    """every-process-validates-all-images"""
+    """every-process-validates-all-images: a hint, for a mean of the same numbers is right"""
     if row[0]["whole"] and not differ(row, "items") and added_up(row[0], run[0]):
         text = f"each process validates all {len(row[0]['items'])} items: a sum counts them"
         return row[0]["made"], f"{text} {len(run)} times"
 
 
+# Asked about a step, or about the step before the first at which a wrapped model's weights differ.
+
+
 def same_seed(row, run):
-    """the-same-seed-everywhere"""
+    """the-same-seed-everywhere: a hint, for what is drawn may be meant to be the same"""
     if not differ(row, "random"):
         seeds = of(run[0]["events"], "seed") or row
         return seeds[-1]["line"], "all processes draw the same random numbers"
-
-
-# Asked about the step before the first at which a wrapped model's weights differ.
 
 
 # In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
@@ -795,7 +849,7 @@ WRONG_ORDERS = {
 
 
 def wrong_order(row, run):
-    """training: the place that WRONG_ORDERS names"""
+    """training: the place that WRONG_ORDERS names; certain, for the weights differ afterwards"""
     letters, lines = zip(*row[0]["order"], strict=True) if row[0]["order"] else ("", "")
     for pattern, (place, text) in WRONG_ORDERS.items():
         if found := re.search(pattern, "".join(letters)):
@@ -803,7 +857,7 @@ def wrong_order(row, run):
 
 
 def one_resumes(row, run):
-    """only-rank-0-resumes"""
+    """only-rank-0-resumes: certain, for the weights differ, and processes load more than others"""
     loads = [of(process["events"], "load") for process in run]
     if len({*map(len, loads)}) > 1:
         rank = min(range(len(run)), key=lambda rank: len(loads[rank]))
@@ -811,7 +865,7 @@ def one_resumes(row, run):
 
 
 def unfrozen(row, run):
-    """unfrozen-after-wrapping"""
+    """unfrozen-after-wrapping: certain, for the weight that differs was frozen then"""
     for wrap in of(run[0]["events"], "wrap"):
         if row[0]["name"] in wrap["frozen"]:
             text = f"{row[0]['name']} was frozen when DDP wrapped it: its gradients"
@@ -819,13 +873,13 @@ def unfrozen(row, run):
 
 
 def own_decision(row, run):
-    """each-process-lowers-its-own-learning-rate"""
+    """each-process-lowers-its-own-learning-rate: certain where their numbers differ"""
     if differ(row, "value"):
         return row[0]["line"], f"each process decides by its own number: {each(row, 'value')}"
 
 
 def read_too_early(run):
-    """read-before-rank-0-has-saved"""
+    """read-before-rank-0-has-saved: certain where nothing that waits is between the two"""
 
     def calls(events, event):  # in which it has met the others
         meets = ("group", "wrap", "collective", "backward")
@@ -842,7 +896,7 @@ def read_too_early(run):
 
 
 def weights_differ(row, run):
-    """the-plain-model-is-trained"""
+    """the-plain-model-is-trained: certain, for the weights differ; the cause is not known"""
     others = any(judge(row, run) for judge in CAUSES) or noted(run, "gradient")
     late = read_too_early(run) or any(differ(r, "lr") for r in rows(run, "step"))
     if not others and not late:
@@ -855,26 +909,29 @@ CAUSES = [wrong_order, one_resumes, unfrozen]
 
 
 def reduced_loss(row, run):
-    """the-loss-is-reduced-before-backward: or all_reduce-of-a-ratios-sums, of several numbers"""
+    """the-loss-is-reduced-before-backward: or all_reduce-of-a-ratios-sums, of several numbers.
+
+    Certain where the gradient of what was reduced is not 1: that of each process's own part is.
+    """
     text = "backward() goes through what was reduced here, as if it had not been"
     place = [] if row[0]["one"] else ["all_reduce-of-a-ratios-sums"]
     return row[0]["line"], text, *place
 
 
 def own_count(row, run):
-    """a-mean-over-what-each-process-counts"""
+    """a-mean-over-what-each-process-counts: a hint, for the script may correct it"""
     if differ(row, "counted") and not all(event["all"] for event in row):
         return row[0]["line"], f"the means of the loss are over {each(row, 'counted')} items"
 
 
 def clipped_scaled(row, run):
-    """clipped-before-unscale_"""
+    """clipped-before-unscale_: certain between scale() and unscale_() of a scaler that is on"""
     if row[0]["scaled"]:
         return row[0]["line"], "the gradients are still scaled: call scaler.unscale_() first"
 
 
 def own_schedule(row, run):
-    """a-schedule-counted-in-one-processs-images"""
+    """a-schedule-counted-in-one-processs-images: a hint, for such a length may be meant"""
     rates = of(run[0]["events"], "rate")
     done = max([e["done"] for e in rates if e["number"] == row[0]["number"]], default=0)
     length, ended = row[0]["length"], [event["error"] for event in of(run[0]["events"], "end")]
@@ -883,14 +940,14 @@ def own_schedule(row, run):
 
 
 def own_batchnorm(row, run):
-    """batchnorm-statistics-of-ones-own"""
+    """batchnorm-statistics-of-ones-own: a hint, for rank 0's may be the only ones that count"""
     if differ(row, "sums") and not noted(run, "synced"):
         name = next(k for k in row[0]["sums"] if len({str(e["sums"].get(k)) for e in row}) > 1)
         return row[0]["line"], f"{name} differs between the processes when they validate"
 
 
 def wrapped_saved(row, run):
-    """the-wrapped-model-is-saved"""
+    """the-wrapped-model-is-saved: a hint, for what loads it may be wrapped too"""
     if row[0]["of_wrapped"]:
         return row[0]["line"], 'the keys begin with "module.": save the plain model'
 
@@ -899,10 +956,10 @@ def wrapped_saved(row, run):
 
 
 def all_save(run):
-    """every-process-saves: or local-rank-0-is-taken-for-rank-0"""
+    """every-process-saves: or local-rank-0-is-taken-for-rank-0; certain, for it is one path"""
     writers = collections.defaultdict(dict)
     for process in run:
-        (local,) = [event["local"] for event in of(process["events"], "group")[:1]]
+        local = of(process["events"], "group")[0]["local"]
         for save in of(process["events"], "save"):
             writers[save["path"]][id(process)] = (local, save["line"])
     for path, by in writers.items():
@@ -919,7 +976,7 @@ def ends(run):
 
 
 def stops_early(run):
-    """rank-0-stops-early"""
+    """rank-0-stops-early: certain where one failed for want of another, which has ended well"""
     good = [rank for rank, end in enumerate(ends(run)) if end["error"] == ""]
     for end in ends(run):
         if good and re.search("closed by peer|reset by peer", end["error"] or ""):
@@ -927,7 +984,7 @@ def stops_early(run):
 
 
 def frozen_late(run):
-    """frozen-after-wrapping"""
+    """frozen-after-wrapping: certain, for DDP's own error says so, and weights were frozen"""
     for end in ends(run):
         if "finished reduction in the prior" in (end["error"] or ""):
             wrap = of(run[0]["events"], "wrap")[-1]
@@ -947,14 +1004,17 @@ def standing(run):
 
 
 def one_prepares(run):
-    """rank-0-prepares-for-longer-than-the-timeout"""
+    """rank-0-prepares-for-longer-than-the-timeout: a hint, for it may be done in time"""
     last, waiting, said = standing(run)
     if waiting and any(event["kind"] == "stands" and event not in waiting for event in last):
         return waiting[0]["line"], f"{said}: will the timeout be longer?"
 
 
 def hang(run):
-    """it-hangs-or-fails-late: or the place of a mistake that explains it"""
+    """it-hangs-or-fails-late: or the place of a mistake that explains it.
+
+    Certain where all that have not ended wait for others, at several places.
+    """
     last, waiting, said = standing(run)
     if not waiting or one_prepares(run) or any(end["error"] for end in ends(run)):
         return None
@@ -971,8 +1031,11 @@ def hang(run):
     return waiting[0]["line"], said, "all_reduce-on-rank-0-alone"
 
 
+# Asked about the whole run, and another one.
+
+
 def batch_per_process(run, alone):
-    """the-batch-size-is-per-process"""
+    """the-batch-size-is-per-process: a hint, for the learning rate may be chosen for it"""
     for row, (one, *_) in zip(rounds(run, "trained"), rounds(alone, "trained"), strict=False):
         step, single = (len(p["items"]) // p["read"] for p in (row[0], one))
         if step * len(run) > 1.5 * single:
@@ -981,7 +1044,7 @@ def batch_per_process(run, alone):
 
 
 def epoch_repeated(run, again):
-    """the-resumed-run-repeats-an-epoch"""
+    """the-resumed-run-repeats-an-epoch: certain where the last order of items comes again"""
     before = [names(one) for one in run[0]["passes"] if one["trained"]]
     after = [one for one in again[0]["passes"] if one["trained"]]
     if after and before[1:] and before[0] != names(after[0]) == before[-1]:
@@ -1017,8 +1080,19 @@ def asked(run, about):
     if about == "apart":
         return filter(None, [apart(run)])
     if about.startswith("rank 0: "):
-        return [[event] for event in of(run[0]["events"], about[8:])]
+        return [[event] for event in of(run[0]["events"], about.removeprefix("rank 0: "))]
     return rows(run, about)
+
+
+def answers(run, table):
+    """What the judges of a table say of a run: (judge, line, text, and a place of its own)."""
+    for about, judges in table.items():
+        if noted(run, "part") and about != "run" and "rank 0" not in about:
+            continue  # some processes may differ on purpose, others read the same
+        for judge in judges:
+            asks = [(run,)] if about == "run" else [(row, run) for row in asked(run, about)]
+            for answer in filter(None, (judge(*what) for what in asks)):
+                yield judge, *answer
 
 
 def findings(groups, alone=None, again=None):
@@ -1026,12 +1100,7 @@ def findings(groups, alone=None, again=None):
     said = []
     for certain, table in ((True, MISTAKES), (False, HINTS)):
         for run in (run for run in groups if len(run) > 1 and noted(run, "group")):
-            for about, judge in ((key, judge) for key in table for judge in table[key]):
-                if noted(run, "part") and about != "run" and "rank 0" not in about:
-                    continue  # some processes may differ on purpose, others read the same
-                asks = [(run,)] if about == "run" else [(row, run) for row in asked(run, about)]
-                answers = filter(None, (judge(*what) for what in asks))
-                said += [(certain, judge, *answer) for answer in answers]
+            said += [(certain, *answer) for answer in answers(run, table)]
     for certain, judge, other in ((False, batch_per_process, alone), (True, epoch_repeated, again)):
         answer = other and judge(groups[0], other[0])
         said += [(certain, judge, *answer)] if answer else []
@@ -1065,7 +1134,9 @@ def tell(groups, found, code, seconds, file=None):
     }
     for fault in sorted(faults):
         print(f" the doctor failed, and may have missed something: {fault}")
-    if not noted(run, "group"):
+    if not run:
+        print(" no process of the script began to run: there is nothing to compare")
+    elif not noted(run, "group"):
         print(" the script joins no process group of torch: there is nothing to compare")
     if run:
         steps, calls = (len(of(run[0]["events"], kind)) for kind in ("step", "collective"))
@@ -1089,8 +1160,8 @@ def tell(groups, found, code, seconds, file=None):
 def examine(args, processes, folder):
     """(groups, exit code): the script once on so many processes, to its end or until it hangs."""
     os.mkdir(folder)
-    settings = {name: getattr(args, name) for name in ("nodes", "patience", "steps")}
-    settings |= {"folder": folder, "script": os.path.abspath(args.script)}
+    settings = {"folder": folder, "script": os.path.abspath(args.script)}
+    settings |= {"nodes": args.nodes, "patience": args.patience, "steps": args.steps}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={processes}"]
     if args.by:
@@ -1123,9 +1194,9 @@ def last_events(folder):
             continue
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
-            line = file.read().splitlines()[-1:]
-        short = line and line[0].startswith(b"{") and line[0].endswith(b"}")  # as a step may not be
-        found[int(path.stem)] = json.loads(line[0]) if short else {"kind": "?", "line": "?"}
+            line = file.read().splitlines()[-1]
+        whole = line.startswith(b"{") and line.endswith(b"}")  # a step's may be longer
+        found[int(path.stem)] = json.loads(line) if whole else {"kind": "?", "line": "?"}
     return found
 
 
@@ -1167,6 +1238,8 @@ def main():
     args = parser.parse_args()
     if not os.path.isfile(args.script):
         parser.error(f"{args.script} is no file")
+    if not args.by and not importlib.util.find_spec("torch"):  # --by may start another Python
+        parser.exit(2, f"doctor.py: {sys.executable} has no torch: use the Python of your script\n")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         groups, code = examine(args, args.n, f"{folder}/run")

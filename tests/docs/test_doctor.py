@@ -82,6 +82,20 @@ def test_says_that_it_saw_no_training(tmp_path):
     assert not found and "no step of an optimizer was seen" in output, output
 
 
+def test_says_that_the_launcher_started_nothing(tmp_path):
+    """Not that the script has no process group."""
+    (tmp_path / "script.py").touch()
+    output = examined(tmp_path, "--by=false", "script.py", code=1)[1]
+    assert "no process of the script began" in output and "process group" not in output, output
+
+
+def test_says_that_this_python_has_no_torch(tmp_path):
+    """-S: without what is installed."""
+    (tmp_path / "script.py").write_text("import torch\n")
+    said = run([PYTHON, "-S", ROOT / "doctor.py", "script.py"], tmp_path, env=USER, code=2)
+    assert re.fullmatch(r"doctor\.py: \S+ has no torch: .*\n", said), said
+
+
 def copied(folder, name=None, epochs=2, diffs="bugs"):
     """minimal/distributed.py with a mistake, or with another diff."""
     script = shutil.copy(ROOT / "minimal/distributed.py", folder / "script.py")
@@ -212,7 +226,21 @@ OWN_DATA = """
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+
+class Zeros(IterableDataset):  # to measure speed
+    def __iter__(self):
+        return iter(torch.zeros(200, 1))
+
+class Sum(torch.autograd.Function):  # as those who divide a layer write it
+    @staticmethod
+    def forward(context, part):
+        dist.all_reduce(part)
+        return part
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
 
 dist.init_process_group("nccl")
 rank, seeded = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
@@ -222,13 +250,14 @@ train_set, val_set = random_split(data, [0.8, 0.2], seeded)
 model = DistributedDataParallel(torch.nn.Linear(8, 4).cuda(), device_ids=[rank])
 optimizer = torch.optim.Adam(model.parameters())
 for epoch in range(2):
-    for images, _ in DataLoader(train_set, 40, shuffle=True, generator=seeded):
+    train_loader = DataLoader(train_set, 40, shuffle=True, generator=seeded)
+    for (images, _), noise in zip(train_loader, DataLoader(Zeros(), 40)):
         mine = model(images.to(device, non_blocking=True))
         scores = [torch.zeros_like(mine) for _ in range(2)]
         dist.all_gather(scores, mine)
         scores[rank] = mine  # with its graph: that is how contrastive losses are written
         optimizer.zero_grad()
-        torch.cat(scores).square().mean().backward()
+        (Sum.apply(torch.cat(scores).square()).mean() + noise.sum()).backward()
         optimizer.step()
     count = torch.zeros(1)
     with torch.no_grad():
@@ -265,16 +294,17 @@ def work(rank, world_size, path, load):
     model = DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net), device_ids=[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if rank == 0 and not load:
-        torch.save(net, path)  # the whole model, not its weights
+        torch.save(obj=net, f=path)  # the whole model, not its weights
     barrier()
     if load:
-        torch.load(path, map_location={"cuda:0": f"cuda:{rank}"}, weights_only=False)
+        torch.load(f=path, map_location={"cuda:0": f"cuda:{rank}"}, weights_only=False)
     loss = model(torch.randn(6, 4, device=f"cuda:{rank}")).square().mean()
     with torch.no_grad():
         all_reduce(loss)  # to print it: the gradient is that of before
         loss /= world_size
     loss.backward()
     optimizer.step()
+    torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).step(metrics=loss)
     model.eval()
     with torch.no_grad():
         model(torch.zeros(1, 4, device=torch.device("cuda", rank)))
@@ -302,11 +332,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+class Again(torch.optim.SGD):  # Horovod makes such a class of an optimizer that is there
+    def step(self, *args):
+        return super().step(*args)
+
 dist.init_process_group()
 torch.manual_seed(dist.get_rank())
 data = TensorDataset(torch.arange(45.0).view(45, 1))
 model = DistributedDataParallel(torch.nn.Linear(1, 1))
 optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-4), torch.amp.GradScaler("cuda")
+optimizer = Again(optimizer.param_groups)
 for (images,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
     optimizer.zero_grad()
     scaler.scale(model(images).mean()).backward()
@@ -347,6 +382,14 @@ def test_every_place_is_a_heading_of_the_page():
     assert places <= anchors((ROOT / "docs/bugs.md").read_text())
 
 
+def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):
+    """It would wait for them. A double: the script does not use it."""
+    (tmp_path / "ray.py").touch()
+    script = "import ray\nimport torch\n\nassert not torch.cuda.device_count()\n"
+    (tmp_path / "script.py").write_text(script)
+    examined(tmp_path, "script.py")
+
+
 @pytest.mark.full
 def test_a_hang_ends_with_both_lines(tmp_path):
     """30 seconds after it stands still, at most."""
@@ -358,6 +401,32 @@ def test_a_hang_ends_with_both_lines(tmp_path):
     places = [int(number) for number in re.findall(r"at script\.py:(\d+)", said)]
     assert "all_reduce(correct)" in lines[places[0] - 1] and "model(" in lines[places[1] - 1]
     assert time.time() - (tmp_path / "stood").stat().st_mtime < 30
+
+
+SLOW = """
+import time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+
+class Slow(torch.nn.Linear):
+    def forward(self, images):
+        time.sleep(0 if dist.get_rank() else 90)
+        return super().forward(images)
+
+DistributedDataParallel(Slow(1, 1))(torch.ones(1, 1)).sum().backward()
+"""
+
+
+@pytest.mark.full
+def test_a_slow_model_is_no_hang(tmp_path):
+    """Its code is called by DDP, where processes wait as well."""
+    (tmp_path / "script.py").write_text(SLOW)
+    ((_, text, place),) = examined(tmp_path, "--patience=2", "script.py", code=1)[0]
+    assert place == "rank-0-prepares-for-longer-than-the-timeout", text
+    assert text.startswith("hint: rank 0 is at script.py:11, rank 1 waits in backward"), text
 
 
 def test_what_it_says_of_a_crash(tmp_path):
