@@ -12,6 +12,7 @@ import argparse
 import atexit
 import collections
 import contextlib
+import fcntl
 import functools
 import gc
 import hashlib
@@ -487,12 +488,50 @@ def wrap_files(torch):
         dicts = [some for some in (obj, *inner) if isinstance(some, dict) and some]
         of_wrapped = any(all(str(key).startswith("module.") for key in some) for some in dicts)
         note("save", path=path(f), of_wrapped=of_wrapped)
+        put_aside(path(f))
+
+    def move(src, dst, *args, **kwargs):
+        if path(src) in SAVED:  # under a name of its own first
+            put_aside(path(dst))
 
     def load(f, *args, **kwargs):
         note("load", path=path(f))
 
     wrap(torch, "save", before=save)
     wrap(torch, "load", before=load)
+    wrap(os, "rename", before=move)
+    wrap(os, "replace", before=move)
+
+
+MOVE, ASIDE = os.replace, ".before-the-doctor"
+SAVED = set()  # files that this process has saved
+
+
+def put_aside(path):
+    """Keep the file that a checkpoint would overwrite: a short run must not take its place."""
+    if path is None or path in SAVED:
+        return
+    SAVED.add(path)
+    with open(f"{RECORD.folder}/../saved", "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another process may save it now
+        file.seek(0)
+        if path + "\n" not in file:
+            if os.path.isfile(path) and not os.path.exists(path + ASIDE):
+                MOVE(path, path + ASIDE)
+            file.write(path + "\n")
+
+
+def put_back(folder):
+    """Make the files that the runs have saved as they were before, or gone; returns their names."""
+    saved = Path(f"{folder}/saved")
+    paths = saved.read_text().splitlines() if saved.exists() else []
+    paths = [path for path in paths if os.path.isfile(path)]
+    for path in paths:
+        if os.path.exists(path + ASIDE):
+            MOVE(path + ASIDE, path)
+        else:
+            os.remove(path)
+    return sorted(map(os.path.basename, paths))
 
 
 # ---- 2. What is recorded: the events of a process, in their order
@@ -1156,7 +1195,7 @@ def tell(groups, found, code, seconds, compared=(), file=None):
         for line in compared:
             print(f" {line}")
         if not steps:
-            print(" no step of an optimizer was seen, so no mistake of training could be")
+            print(" no step of an optimizer was seen: does a checkpoint leave nothing to train?")
         elif len(rounds(run, "trained")) == 1:
             print(" one epoch was seen: give two, and the orders of their items are compared")
     # gloo may abort while Python ends: that is not the script's.
@@ -1251,7 +1290,7 @@ def be_examined():
 
 def main():
     about = "Run a training script on two processes, and name the mistakes that it makes."
-    more = "Give the script little data and two epochs. It writes its files as it does alone."
+    more = "Give the script little data and two epochs, and a folder without its checkpoints."
     more += f" The mistakes: {Path(__file__).parent / 'docs/bugs.md'}; more: docs/doctor.md."
     parser = argparse.ArgumentParser(description=about, epilog=more)
     add = parser.add_argument
@@ -1261,6 +1300,7 @@ def main():
     add("--twice", action="store_true", help="start it again when it has ended: does it resume?")
     add("--steps", type=int, metavar="N", help="end each pass over a loader after N batches")
     add("--patience", type=int, default=15, metavar="S", help="a hang stands still so long (15)")
+    add("--keep", action="store_true", help="leave the files that the script saves with torch.save")
     add("--json", metavar="FILE", help="write what was found into a file, too")
     add("--by", metavar="COMMAND", help="start it by another launcher, such as 'srun -n2 python'")
     add("script", help="your script")
@@ -1279,8 +1319,11 @@ def main():
         groups, code = examine(args, args.n, f"{folder}/run")
         again, _ = examine(args, args.n, f"{folder}/again") if args.twice else (None, 0)
         alone, _ = examine(args, 1, f"{folder}/alone") if args.against_one else (None, 0)
+        saved = [] if args.keep else put_back(folder)
     found = findings(groups, alone, again)
-    compared = other_runs(args, groups[0], again, alone)
+    compared = [*other_runs(args, groups[0], again, alone)]
+    if saved:
+        compared.append(f"as they were before, or gone (--keep): {', '.join(saved)}")
     sys.exit(tell(groups, found, code, time.monotonic() - began, compared, args.json))
 
 
