@@ -12,6 +12,7 @@ import argparse
 import atexit
 import collections
 import contextlib
+import fcntl
 import functools
 import gc
 import hashlib
@@ -343,7 +344,16 @@ def wrap_training(torch):
         if labels and reduction == "mean" and torch.is_grad_enabled():
             kept = target[target != ignore_index]
             counted = kept.numel() if weight is None else weight[kept].sum().item()
-            note("mean", counted=counted, all=counted == target.numel())
+            note("mean", counted=counted)
+
+    def mean_of_own(input, *dims, **more):
+        """Of a loss by hand, or of what a mask has left of a prediction."""
+        whole = not dims and more.get("reduction", "mean") == "mean" and "dim" not in more
+        if whole and not torch.compiler.is_compiling() and input.requires_grad:
+            note("mean", counted=input.numel())
+
+    def loss_of_own(input, target, *_, **more):
+        mean_of_own(input, **more)
 
     def new_schedule(_, self, *args, **kwargs):
         length = getattr(self, "T_max", None) or getattr(self, "total_steps", None)
@@ -371,6 +381,10 @@ def wrap_training(torch):
     optimizers.register_optimizer_step_post_hook(leave_step)
     for name in ("cross_entropy", "nll_loss"):
         wrap(torch.nn.functional, name, before=loss)
+    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+        wrap(torch.nn.functional, name, before=loss_of_own)
+    for owner in (torch, torch.Tensor):
+        wrap(owner, "mean", before=mean_of_own)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap(torch.nn.utils, name, lambda *_, **__: note("clip", scaled=bool(scaled)))
     wrap(scaler, "__init__", after=new_scaler)
@@ -475,12 +489,50 @@ def wrap_files(torch):
         dicts = [some for some in (obj, *inner) if isinstance(some, dict) and some]
         of_wrapped = any(all(str(key).startswith("module.") for key in some) for some in dicts)
         note("save", path=path(f), of_wrapped=of_wrapped)
+        put_aside(path(f))
+
+    def move(src, dst, *args, **kwargs):
+        if path(src) in SAVED:  # under a name of its own first
+            put_aside(path(dst))
 
     def load(f, *args, **kwargs):
         note("load", path=path(f))
 
     wrap(torch, "save", before=save)
     wrap(torch, "load", before=load)
+    wrap(os, "rename", before=move)
+    wrap(os, "replace", before=move)
+
+
+MOVE, ASIDE = os.replace, ".before-the-doctor"
+SAVED = set()  # files that this process has saved
+
+
+def put_aside(path):
+    """Keep the file that a checkpoint would overwrite: a short run must not take its place."""
+    if path is None or path in SAVED:
+        return
+    SAVED.add(path)
+    with open(f"{RECORD.folder}/../saved", "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another process may save it now
+        file.seek(0)
+        if path + "\n" not in file:
+            if os.path.isfile(path) and not os.path.exists(path + ASIDE):
+                MOVE(path, path + ASIDE)
+            file.write(path + "\n")
+
+
+def put_back(folder):
+    """Make the files that the runs have saved as they were before, or gone; returns their names."""
+    saved = Path(f"{folder}/saved")
+    paths = saved.read_text().splitlines() if saved.exists() else []
+    paths = [path for path in paths if os.path.isfile(path)]
+    for path in paths:
+        if os.path.exists(path + ASIDE):
+            MOVE(path + ASIDE, path)
+        else:
+            os.remove(path)
+    return sorted(map(os.path.basename, paths))
 
 
 # ---- 2. What is recorded: the events of a process, in their order
@@ -737,7 +789,8 @@ def same_order(row, run):
     before = passes[passes.index(row[0]) - 1] if row[0] != passes[0] else None
     few = len(row[0]["items"]) < 8  # their order may be the same by chance
     if before and row[0]["shuffle"] and not few and names(row[0]) == names(before):
-        return row[0]["line"], "the order is that of the epoch before: call set_epoch()"
+        text = "the order is that of the epoch before: call set_epoch(epoch) of its sampler"
+        return row[0]["line"], text
 
 
 def sampler_without_seed(row, run):
@@ -841,7 +894,7 @@ def same_seed(row, run):
 # In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
 # of the plain model, B a backward. The line is that of the letter in brackets.
 WRONG_ORDERS = {
-    "(p)": ("the-plain-model-is-trained", "the plain model is trained: nothing is averaged"),
+    "(p)": ("the-plain-model-is-trained", "DDP's model is not called: nothing is averaged"),
     "^[^F]*(f)[^F]*$": ("no_sync-is-one-off", "all parts of a step are in no_sync()"),
     "F[^F]*(f)[^F]*$": ("no_sync-around-backward-alone", "the last forward pass is in no_sync()"),
     "FFB(B)": ("two-forwards-then-two-backwards", "this second backward's gradients stay local"),
@@ -918,10 +971,12 @@ def reduced_loss(row, run):
     return row[0]["line"], text, *place
 
 
-def own_count(row, run):
-    """a-mean-over-what-each-process-counts: a hint, for the script may correct it"""
-    if differ(row, "counted") and not all(event["all"] for event in row):
-        return row[0]["line"], f"the means of the loss are over {each(row, 'counted')} items"
+def own_count(means, run):
+    """a-mean-over-what-each-process-counts: where most differ; a last batch may be shorter"""
+    others = [row for row in means if differ(row, "counted")]
+    if len(others) > len(means) / 2:
+        text = f"the means of the loss are over {each(others[0], 'counted')} items"
+        return others[0][0]["line"], text
 
 
 def clipped_scaled(row, run):
@@ -1052,7 +1107,8 @@ def epoch_repeated(run, again):
 
 
 # What each judge is asked about: passes in which a model was trained or validated, the step of
-# apart(), the n-th event of a kind in all processes, an event of rank 0, or the whole run.
+# apart(), all means of a line, the n-th event of a kind in all processes, an event of rank 0, or
+# the whole run.
 MISTAKES = {
     "trained": [reads_the_stream, rank_in_sampler, same_order],
     "validated": [own_split, padded],
@@ -1081,6 +1137,11 @@ def asked(run, about):
         return filter(None, [apart(run)])
     if about.startswith("rank 0: "):
         return [[event] for event in of(run[0]["events"], about.removeprefix("rank 0: "))]
+    if about == "mean":
+        lines = collections.defaultdict(list)
+        for row in rows(run, about):
+            lines[row[0]["line"]].append(row)
+        return lines.values()
     return rows(run, about)
 
 
@@ -1114,15 +1175,17 @@ def findings(groups, alone=None, again=None):
 # ---- 4. What is told
 
 
-def tell(groups, found, code, seconds, file=None):
+def tell(groups, found, code, seconds, compared=(), file=None):
     """Print the report, and write it to a file as JSON; returns the exit code.
 
-    code: the launcher's.
+    code: the launcher's; compared: what other runs have shown.
     """
     mistakes = [one for one in found if one[0]]
     print(f"\n mistakes: {len(mistakes)}, hints: {len(found) - len(mistakes)}")
     for certain, line, text, place in found:
         print(f" {line}  {'' if certain else 'hint: '}{text}  → {place}")
+    if found:
+        print(" in the diffs of that page - is right, + is the mistake")
     failed = []
     for rank, end in ((rank, end) for run in groups for rank, end in enumerate(ends(run))):
         if end["error"]:
@@ -1142,19 +1205,36 @@ def tell(groups, found, code, seconds, file=None):
         steps, calls = (len(of(run[0]["events"], kind)) for kind in ("step", "collective"))
         seen = f"{steps} steps, {len(run[0]['passes'])} passes over loaders, {calls} collectives"
         print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s")
+        for line in compared:
+            print(f" {line}")
         if not steps:
-            print(" no step of an optimizer was seen, so no mistake of training could be")
+            print(" no step of an optimizer was seen: does a checkpoint leave nothing to train?")
+        elif len(rounds(run, "trained")) == 1:
+            print(" one epoch was seen: give two, and the orders of their items are compared")
     # gloo may abort while Python ends: that is not the script's.
     well = not code or (
         bool(run) and all(end["error"] == "" for run in groups for end in ends(run))
     )
     if not well:
-        print(f" it ended with exit code {code}")
+        print(f" it ended with exit code {code}: what it did not come to was not looked at")
     if file:
         keys = ("certain", "line", "text", "place")
         report = {"found": [dict(zip(keys, one, strict=True)) for one in found], "failed": failed}
         Path(file).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if mistakes or not well else 0
+
+
+def other_runs(args, run, again, alone):
+    """A line about each other run, which may have nothing to find."""
+    if args.nodes > 1:
+        yield f"played {args.nodes} machines: the local ranks began at 0 on each"
+    if alone:
+        steps = [len(of(one[0]["events"], "step")) for one in (run, alone[0])]
+        yield "compared with one process: {} steps here, {} there".format(*steps)
+    if again:
+        loads = any(of(process["events"], "load") for process in again[0])
+        began = "it loaded a file" if loads else "torch.load() was not called: it began anew"
+        yield f"started again: {began}"
 
 
 def examine(args, processes, folder):
@@ -1222,22 +1302,29 @@ def be_examined():
 
 
 def main():
-    about = "run a training script on several processes, and name the mistakes that it makes"
-    parser = argparse.ArgumentParser(description=about)
+    about = "Run a training script on two processes, and name the mistakes that it makes."
+    more = "Give the script little data and two epochs, and a folder without its checkpoints."
+    more += f" The mistakes: {Path(__file__).parent / 'docs/bugs.md'}; more: docs/doctor.md."
+    parser = argparse.ArgumentParser(description=about, epilog=more)
     add = parser.add_argument
     add("-n", type=int, default=2, metavar="N", help="how many processes (default: 2)")
     add("--nodes", type=int, default=1, metavar="N", help="play so many machines with them")
     add("--against-one", action="store_true", help="run it with one process too, and compare")
     add("--twice", action="store_true", help="start it again when it has ended: does it resume?")
     add("--steps", type=int, metavar="N", help="end each pass over a loader after N batches")
-    add("--patience", type=int, default=15, metavar="S", help="standing still so long is a hang")
+    add("--patience", type=int, default=15, metavar="S", help="a hang stands still so long (15)")
+    add("--keep", action="store_true", help="leave the files that the script saves with torch.save")
     add("--json", metavar="FILE", help="write what was found into a file, too")
     add("--by", metavar="COMMAND", help="start it by another launcher, such as 'srun -n2 python'")
     add("script", help="your script")
-    add("flags", nargs=argparse.REMAINDER, help="and its flags")
+    add("flags", nargs=argparse.REMAINDER, help="the script's own flags, after the doctor's")
     args = parser.parse_args()
     if not os.path.isfile(args.script):
         parser.error(f"{args.script} is no file")
+    text = Path(args.script).read_text(errors="replace")
+    for flag in "--nodes --against-one --twice --steps --patience --json --by".split():
+        if flag in args.flags and not re.search(flag[2:].replace("-", "[-_]") + r"\b", text):
+            parser.error(f"put {flag} before {args.script}: it is a flag of the doctor")
     if not args.by and not importlib.util.find_spec("torch"):  # --by may start another Python
         parser.exit(2, f"doctor.py: {sys.executable} has no torch: use the Python of your script\n")
     began = time.monotonic()
@@ -1245,8 +1332,12 @@ def main():
         groups, code = examine(args, args.n, f"{folder}/run")
         again, _ = examine(args, args.n, f"{folder}/again") if args.twice else (None, 0)
         alone, _ = examine(args, 1, f"{folder}/alone") if args.against_one else (None, 0)
+        saved = [] if args.keep else put_back(folder)
     found = findings(groups, alone, again)
-    sys.exit(tell(groups, found, code, time.monotonic() - began, args.json))
+    compared = [*other_runs(args, groups[0], again, alone)]
+    if saved:
+        compared.append(f"as they were before, or gone (--keep): {', '.join(saved)}")
+    sys.exit(tell(groups, found, code, time.monotonic() - began, compared, args.json))
 
 
 if __name__ == "__main__":
