@@ -239,7 +239,7 @@ def train(batches, model, run, stop, watch, rank, world_size, args):
         save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
         if save_now or at_end or run.step % args.print_freq == 0:
-            checksum = run.checksum() if complete else 0  # of the weights: the same on all?
+            checksum = run.checksum() if save_now or at_end else 0  # the same weights on all?
             more = sums.new_tensor([stop.requested.is_set(), checksum, checksum**2])
             means = reduce_mean(torch.cat([sums, more]), world_size)
             loss_sum, acc1_sum, acc5_sum, asked, checksum, square = means.tolist()

@@ -291,7 +291,7 @@ def validate(batches, net, watch, rank, world_size, args):
     longest = math.ceil(math.ceil(len(dataset) / world_size) / batches.loader.batch_size)
     if len(batches) < longest:
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-            net(torch.zeros(1, 3, args.image_size, args.image_size, device=device))
+            net(batches.load(dataset[0][0][None]))
 
     # Batches and parts differ in size: add up first, divide once by the number of all images.
     loss_sum, acc1_sum, acc5_sum, count = reduce_mean(sums, world_size).tolist()

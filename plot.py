@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 
-from longrun.arguments import ArgumentParser, tell, user_errors
+from longrun.arguments import ArgumentParser, printable, show, user_errors
 
 # What is drawn in one panel; any other number in a row has a panel of its own.
 PANELS = {
@@ -40,9 +40,9 @@ def main():
             raise ValueError(f"no numbers to draw in {' '.join(runs)}")
         if args.out:
             draw(runs, args.out)
-            tell(f"drawn: {args.out}")
+            show(f"drawn: {args.out}")
         else:
-            tell(*as_text(runs))
+            show(*as_text(runs))
 
 
 def read_run(folder):
@@ -120,7 +120,7 @@ def draw(runs, path):
                 label = key if len(keys) > 1 and number == 0 else None
                 how = dict(color=f"C{number % 10}", linestyle=style, marker=".", markersize=4)
                 axis.plot(*curve(run, key), label=label, **how)
-        axis.set_title(title, fontsize=10)
+        axis.set_title(printable(title), fontsize=10)
         axis.set_xlabel("epoch", fontsize=9)
         axis.tick_params(labelbottom=True)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -132,7 +132,8 @@ def draw(runs, path):
     for axis in list(axes.flat)[len(shown) :]:
         axis.axis("off")
     names = [plt.Line2D([], [], color=f"C{number % 10}") for number in range(len(runs))]
-    figure.legend(names, list(runs), loc="outside upper center", ncols=2, fontsize=9)
+    folders = list(map(printable, runs))
+    figure.legend(names, folders, loc="outside upper center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=120)
 
 

@@ -29,7 +29,7 @@ from .images import image_folders as folders_alone
 
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-FORMAT = 3  # of the index
+FORMAT = 4  # of the index
 
 
 def image_folders(data, image_size, evaluate=False):
@@ -172,6 +172,8 @@ def make_index(paths, part):
             classes.update(folders[:1])
             if folders and file:
                 images.append((folders, file, (number, *members[name])))
+            elif file:
+                others.append(file)
     if len(kinds) > 1:
         raise ValueError(f"{paths[0]} and those that follow: only some have a KEY.cls for KEY.jpg")
     if not images:

@@ -5,6 +5,7 @@ import functools
 import glob
 import importlib.util
 import io
+import math
 import os
 import re
 import tempfile
@@ -67,6 +68,8 @@ def _decode_jpeg(data, choose):
         size = stream.height, stream.width
         if stream.num_channels not in (1, 3) or stream.precision not in (0, 8):
             return None
+        if stream.height * stream.width > (Image.MAX_IMAGE_PIXELS or math.inf):
+            return None  # PIL warns of it, or refuses it
     except Exception:  # of many types, where the file is damaged
         return None
     top, left, height, width = choose(*size)

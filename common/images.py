@@ -83,13 +83,14 @@ class ImageFolder(Dataset):
         if not os.path.isdir(root):
             needs = "--data needs train/ and val/ in it; for archives see recipes/archives.diff"
             raise ValueError(f"no folder {root}: {needs}")
-        folders = [entry.name for entry in os.scandir(root) if entry.is_dir()]
-        self.classes = in_order(name for name in folders if not name.startswith("."))
+        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+        self.classes = in_order(entry.name for entry in entries if entry.is_dir())
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
         found = [_files(root, name) for name in self.classes]
         files = [[x for x in part if is_image(x)] for part in found]
         others = [x for part in found for x in part if not is_image(x)]
+        others += [entry.name for entry in entries if not entry.is_dir()]
         self.skipped = not_read(others, root)
         if not any(files):
             kinds = " ".join(IMG_EXTENSIONS)
@@ -153,8 +154,13 @@ def is_image(name):
 
 
 def not_read(names, place):
-    """How many files are not read, where, and of which endings, in words; "" for none."""
+    """How many files are not read, where, and of which endings, in words; "" for none.
+
+    Images among them lie beside the folders of the classes, not in one.
+    """
     kinds = {os.path.splitext(name)[1].lower() or "no ending" for name in names}
+    if any(map(is_image, names)):
+        kinds = kinds.difference(IMG_EXTENSIONS) | {"images in no class"}
     count = f"{len(names)} file{'s' * (len(names) > 1)}"
     return f"{count} in {place} ({', '.join(sorted(kinds)[:9])})" if names else ""
 

@@ -32,8 +32,11 @@ def build_model(args, num_classes, device, example=None):
         raise ValueError(f"unknown --arch {arch}: give {choice}")
     if own and args.pretrained:
         raise ValueError(f"--pretrained is for torchvision's models: let {arch} load its weights")
-    if args.pretrained and args.evaluate and not args.resume and num_classes != 1000:
-        raise ValueError(f"--pretrained is of 1000 classes, not of {num_classes}: train it first")
+    if args.evaluate and not args.resume and not own:  # a model of your own may load its weights
+        if not args.pretrained:
+            raise ValueError("nothing to evaluate: give --resume PATH or --pretrained")
+        if num_classes != 1000:
+            raise ValueError(f"--pretrained is of 1000 classes, not {num_classes}: train it first")
     options = {"num_classes": num_classes}
     if arch in ("googlenet", "inception_v3"):  # one head: more make its output a tuple
         options |= {"aux_logits": False, "init_weights": True, "transform_input": True}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def lines_of(path):
-    return Path(path).read_text().splitlines()
+    return Path(path).read_text("utf-8-sig").splitlines()  # Excel writes a mark at its beginning
 
 
 def link(pairs, folder):

@@ -56,7 +56,7 @@ def bounded(kind, lowest, highest=math.inf):
 
 @contextlib.contextmanager
 def user_errors(rank):
-    """Turn a ValueError or an OSError into one line on stderr and exit code 2.
+    """Turn a ValueError, an OSError or an ImportError into one line on stderr and exit code 2.
 
     Of processes that meet the same error rank 0 reports it. The others wait for the launcher to
     stop them: if one exited first, it might stop rank 0 before that has written its line. rank: the
@@ -64,7 +64,7 @@ def user_errors(rank):
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if rank > 0:
             time.sleep(30)  # if rank 0 has not exited by then, only this process has the error
         say(f"error: {first_line(error)}")
@@ -73,7 +73,10 @@ def user_errors(rank):
 
 def first_line(error):
     """What an exception says, without the lines that follow; its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = str(error).strip() or type(error).__name__
+    if isinstance(error, KeyError) and error.args:  # says the key alone
+        said = f"{type(error).__name__}: {said}"
+    return said.splitlines()[0]
 
 
 def printable(text):
@@ -87,17 +90,25 @@ def printable(text):
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def tell(*lines):
+def show(*lines):
     """Print lines to stdout. If nobody reads it any more, go on without it.
 
-    Ctrl-C also ends the `tee` that a run is piped into, and the run is still to be saved.
+    Raises OSError where they cannot be written, such as for a full disk.
     """
     try:
         print(*map(printable, lines), sep="\n", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError:
-        pass  # such as a full disk: kept, and written with a later line if there is room then
+
+
+def tell(*lines):
+    """show() of a run, which goes on whatever happens to its output: it is still to be saved.
+
+    Ctrl-C also ends the `tee` that it is piped into. What a full disk has not taken is written with
+    a later line, if there is room then.
+    """
+    with contextlib.suppress(OSError):
+        show(*lines)
 
 
 def say(reason, trace=""):

@@ -23,8 +23,10 @@ from .report import print_epoch
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
 FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
+KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "best_epoch", "state_dict", "optimizer"}
+KEYS |= {"optimizer_type", "scaler", "meters", "more", "classes", "args"}  # of a checkpoint
 SMALL = 2**20 - 3  # a prime: of numbers below it the squares, summed up in float64, are exact
-TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.\d+\.tmp")
+TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.[0-9]+\.tmp")
 
 
 class Run:
@@ -197,7 +199,8 @@ class Run:
         its square is then the square of its mean.
         """
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        bits = [x.detach().view(whole[x.element_size()]) for x in self.net.parameters()]
+        weights = [torch.view_as_real(x) if x.is_complex() else x for x in self.net.parameters()]
+        bits = [x.detach().view(whole[x.element_size()]) for x in weights]
         return number_of(int(sum(x.sum(dtype=torch.int64) for x in bits)))
 
     def remaining(self):
@@ -325,7 +328,7 @@ def read_checkpoint(path):
                 kind = Damaged if "PytorchStreamReader" in reason else ValueError
                 raise kind(f"torch.load cannot read {path}: {reason}") from None
             checkpoint = None  # torch's message is advice to run the code in it
-    if not isinstance(checkpoint, dict) or "best_epoch" not in checkpoint:
+    if not isinstance(checkpoint, dict) or KEYS - checkpoint.keys():
         raise ValueError(f"{path} is no checkpoint of these scripts")
     return checkpoint
 
@@ -347,9 +350,9 @@ def lock_folder(folder):
     """
     try:
         os.makedirs(folder, exist_ok=True)
+        lock = os.open(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as error:
         raise ValueError(f"--checkpoint-dir {folder}: {error.strerror}") from None
-    lock = os.open(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
     except (BlockingIOError, PermissionError):

@@ -25,7 +25,10 @@ def whole_file(path, keep=None):
     except (OSError, RuntimeError) as error:  # a full disk makes torch.save raise either
         if "DataLoader worker" in str(error):  # a worker has died meanwhile: no matter of this file
             raise
-        raise OSError(f"cannot write {path}: {error}") from error
+        reason = error
+        while reason.__context__:  # the disk's own error, which torch's do not repeat
+            reason = reason.__context__
+        raise OSError(f"cannot write {path}: {reason}") from error
     finally:
         with contextlib.suppress(OSError):  # it is gone already, or the disk is
             os.remove(new)

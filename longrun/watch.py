@@ -69,8 +69,9 @@ class Watch:
             time.sleep(10 if self.rank > 0 else 0)
             say(f"error: {reason} ({self.run.place()}): a lower --lr may help")
             os._exit(2)
-        if reason.startswith("Caught "):  # in a loader's worker: the cause is the last line
-            reason = str(error).strip().splitlines()[-1]
+        if reason.startswith("Caught "):  # in a loader's worker: below its stack, which is indented
+            below = str(error).rpartition("Traceback (most recent call last):\n")[2].splitlines()
+            reason = next((line for line in below if line[:1] not in ("", " ")), reason)
         self._end(traceback.format_exception(kind, error, trace), reason)
 
     def _look(self):

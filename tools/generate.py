@@ -31,9 +31,8 @@ MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distri
 MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
 # And those that are shown as diffs against minimal/one_gpu.py.
 LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
-# The folders of diffs that people wrote, and the script that each of them changes.
-WRITTEN = {"recipes": "distributed.py", "bugs": "minimal/distributed.py"}
-WRITTEN["minimal/recipes/transformer"] = "minimal/transformer.py"
+# The folders of diffs that people wrote. Each diff names the script that it changes.
+WRITTEN = ["recipes", "bugs", "minimal/recipes/transformer"]
 
 # The hunks that carry the strategy: those with one of these words.
 HUNKS = {
@@ -115,12 +114,18 @@ def composed():
 def written_diffs():
     """{path: text} of the diffs in WRITTEN's folders, as they fit the scripts of today."""
     files = {}
-    for folder, script in WRITTEN.items():
+    for folder in WRITTEN:
         for path in sorted((ROOT / folder).glob("*.diff")):
             name, written = f"{folder}/{path.name}", path.read_text()
+            script = changes(written)
             fits = applied((ROOT / script).read_text(), written)
             files[name] = written if fits else moved(name, written, script)
     return files
+
+
+def changes(written):
+    """The script that a diff is of: what its first line names."""
+    return re.match("--- (.+)", written)[1]
 
 
 def applied(text, written):
@@ -165,8 +170,8 @@ def in_files(command, *texts):
 
 
 def recipe(written):
-    """A block with what a diff against distributed.py changes, and the functions it is in."""
-    old = (ROOT / "distributed.py").read_text()
+    """A block with what a diff of a full script changes, and the functions it is in."""
+    old = (ROOT / changes(written)).read_text()
     command = ["diff", "-U1", "--show-function-line=^def "]
     made = in_files(command, old, applied(old, written)).stdout.splitlines()[2:]
     lines = []

@@ -1,8 +1,10 @@
 """What people take out of here works in a program of their own: docs/copying.md."""
 
+import os
 import re
 import zipfile
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,38 +104,39 @@ def test_a_model_of_what_is_no_image(monkeypatch):
 
 class Zipped:
     def __init__(self, path):
-        self.path, self.file = path, None
+        self.path, self.pid = path, None
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        exec(said("if self.file is None"), {"self": self, "zipfile": zipfile})
+        exec(said("if self.pid != "), {"self": self, "os": os, "zipfile": zipfile})
         return len(self.file.read(str(index)))
 
 
 def test_a_file_is_opened_at_first_use(tmp_path):
-    """By each worker for itself: this process, of which they are copies, has none open."""
+    """By each worker for itself, though this process, which they copy, has read an item."""
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
         for index in range(6):
             file.writestr(str(index), bytes(index))
     data = Zipped(tmp_path / "a.zip")
+    assert data[5] == 5
+    looked_at = data.file
     loader = DataLoader(data, None, num_workers=2, multiprocessing_context="fork")
-    assert [*loader] == [*range(6)] and data.file is None
+    looked_at.close()  # now nobody can read from it
+    assert [*loader] == [*range(6)]
 
 
-def test_a_generator_of_ones_own_is_seeded():
-    """With a double of Albumentations: as it draws from NumPy, and is seeded."""
-
-    class Augment:
-        def set_random_seed(self, seed):
-            self.random = np.random.default_rng(seed)
+@pytest.mark.parametrize("line", ["aug.set_random_seed", "rng = np.", "cv2.setRNGSeed"])
+def test_a_generator_of_ones_own_is_seeded(line):
+    """With doubles of Albumentations and OpenCV: as they are seeded."""
 
     class Drawn(list):
         def __getitem__(self, index):
-            aug = Augment()
-            exec(said("aug.set_random_seed", "faq"), {"aug": aug, "torch": torch})
-            return aug.random.random()
+            here = {"aug": Mock(), "cv2": Mock(), "np": np, "torch": torch}
+            exec(said(line, "faq"), here)
+            calls = [*here["aug"].method_calls, *here["cv2"].method_calls]
+            return here["rng"].random() if "rng" in here else calls[0].args
 
     data = Seeded(Drawn([0, 1]), seed=0)
     first, other, again = (data[key] for key in [(0, 0), (0, 1), (0, 0)])
@@ -182,15 +185,19 @@ def test_a_meter_takes_means_as_everywhere():
 
 
 @pytest.mark.full
-def test_layers_that_are_unfrozen_after_the_wrap_end_the_run(work, tmp_path):
-    """Each process would train them on its own part: seen at the end of that epoch."""
+@pytest.mark.parametrize("most, step", [(87, 29), (35, 6)])
+def test_layers_that_are_unfrozen_after_the_wrap_end_the_run(most, step, work, tmp_path):
+    """Each process would train them on its own part: seen before they are saved.
+
+    At the end of that epoch, also of one that --max-steps cuts.
+    """
     order = "        train_sampler.set_epoch(epoch, steps)"
     edits = [
         ("    optimizer = torch", "    net[0].requires_grad_(False)\n    optimizer = torch"),
         (order, f"        net[0].requires_grad_(epoch > 0)\n{order}"),
     ]
     path = copy(tmp_path / "here", edits=edits)
-    flags = [*SMALL, "--epochs", "3", "--checkpoint-dir", tmp_path / "c"]
+    flags = [*SMALL, "--epochs", "3", "--max-steps", most, "--checkpoint-dir", tmp_path / "c"]
     codes, output = run_ranks(path, flags, 2, work)
-    assert any(codes) and "step 29: the processes have different weights: each trained" in output
+    assert any(codes) and f"step {step}: the processes have different weights: each" in output
     assert load(tmp_path / "c")["epoch"] == 1 and "epoch 1/3  loss " in output

@@ -75,8 +75,11 @@ PAGE = (ROOT / "docs/recipes.md").read_text()
 
 
 def table():
-    """{recipe: the other scripts that it fits, as the page says}, in the order of its table."""
-    fits = {name: [] for name in re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE, re.M)}
+    """{recipe: the scripts that it fits}: the one it is of, and those that the page names."""
+    fits = {}
+    for name in re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE, re.M):
+        script = generate.changes((ROOT / f"recipes/{name}.diff").read_text())
+        fits[name] = [script.removesuffix(".py")]
     for script, said in re.findall(r"^- `(\w+)`: (.*)$", PAGE, re.M):
         names = {*re.findall(r"`(\w+)`", said)}
         for name in fits.keys() - names if said.startswith("all but ") else names:
@@ -90,24 +93,26 @@ def test_recipes_fit_what_their_table_says(tmp_path):
     for room in ("common", "longrun"):
         (tmp_path / room).symlink_to(ROOT / room)
     assert sorted(table()) == sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
-    for name, others in table().items():
-        for number, fitting in enumerate(f"{script}.py" for script in ["distributed", *others]):
+    for name, scripts in table().items():
+        for number, fitting in enumerate(f"{script}.py" for script in scripts):
             path = shutil.copy(ROOT / fitting, tmp_path / f"{name}_{number}.py")
             assert patched(path, f"recipes/{name}.diff"), f"{name} does not fit {fitting}"
     ruff(tmp_path)
 
 
 def test_which_recipes_do_not_fit_together(tmp_path):
-    """In the order of the table."""
+    """In the order of the table, and to the first script that both fit."""
     (said,) = re.findall("These change the same lines .*: (.*)", PAGE)
     clauses = [re.findall(r"`(\w+)`", clause) for clause in said.split(";")]
     said = {frozenset([first, other]) for first, *others in clauses for other in others}
-    found = set()
-    for pair in itertools.combinations(table(), 2):
-        path = shutil.copy(ROOT / "distributed.py", tmp_path / "script.py")
+    found, fitting = set(), table()
+    for pair in itertools.combinations(fitting, 2):
+        both = [script for script in fitting[pair[0]] if script in fitting[pair[1]]]
         loosely = ["-l"] * (pair == ("accumulate", "clip"))
-        if not all(patched(path, f"recipes/{name}.diff", *loosely) for name in pair):
-            found.add(frozenset(pair))
+        for script in both[:1]:
+            path = shutil.copy(ROOT / f"{script}.py", tmp_path / "script.py")
+            if not all(patched(path, f"recipes/{name}.diff", *loosely) for name in pair):
+                found.add(frozenset(pair))
     assert found == said
 
 
@@ -120,7 +125,7 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "distributed.py").write_text("".join(LINES))
-    text = generate.unified("".join(LINES), changed(LINES, 20), "--- old\n+++ new\n")
+    text = generate.unified("".join(LINES), changed(LINES, 20), "--- distributed.py\n+++ new\n")
     (tmp_path / "recipes/a.diff").write_text(text)
     user = "-c user.name=a -c user.email=a@b".split()
     for words in (["init", "-q"], ["add", "."], [*user, "commit", "-q", "-m", "all"]):

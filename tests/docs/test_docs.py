@@ -248,8 +248,9 @@ def test_flags_of_a_script(command, clone, trained, tmp_path):
 @pytest.mark.parametrize("block", RECIPES)
 def test_block_of_recipes(block, clone, tmp_path):
     """Its lines one after another, on a fresh copy of the script."""
-    shutil.copy(clone / "distributed.py", tmp_path)
-    for name in ("common", "longrun", "recipes", "data"):
+    for name in ("distributed.py", "fsdp_distributed.py"):
+        shutil.copy(clone / name, tmp_path)
+    for name in ("common", "longrun", "recipes", "data", "docs"):
         (tmp_path / name).symlink_to(clone / name)
     if "checkpoints/" in block:
         arch = ["-a", "resnet18"] if "-a resnet18" in block else PLAIN
@@ -376,7 +377,7 @@ def test_other_layouts_become_class_folders(tmp_path, monkeypatch):
     texts = {
         "k/LOC_val_solution.csv": "ImageId,PredictionString\nv0,n0 1 2 3 4 n0 5 5 9 9\nv1,n1 1 2 3",
         f"{tiny}/val/val_annotations.txt": f"v0.JPEG\tn0{boxes}v1.JPEG\tn1{boxes}",
-        "table.csv": "file,label\nv0.JPEG,n0\nv1.JPEG,n1\n",
+        "table.csv": "\ufefffile,label\nv0.JPEG,n0\nv1.JPEG,n1\n",
     }
     images = [f"{kaggle}/train/n0/a.JPEG", f"{kaggle}/train/n1/b.JPEG"]
     images += [f"{tiny}/train/n0/images/a.JPEG", f"{tiny}/train/n1/images/b.JPEG"]

@@ -46,6 +46,16 @@ def info_nce():
     output = model(images)
     return losses.info_nce(output.mean(dim=(2, 3)), output.amax(dim=(2, 3)))
 
+def correlation():
+    one, other = model(images).mean(dim=(2, 3)).unbind(dim=1)[:2]
+    return torch.corrcoef(losses.rows_of_all(torch.stack([one, other], dim=1)).T)[0, 1]
+
+def sum_of_sums():
+    x = model(images).mean(dim=(2, 3))[:, :2]
+    x = x - losses.sum_of_all(x.sum(dim=0)) / 48
+    matrix = losses.sum_of_all(x.T @ x)
+    return matrix[0, 1] / (matrix[0, 0] * matrix[1, 1]).sqrt()
+
 gradients = {}
 
 def run(loss, name):
@@ -54,13 +64,14 @@ def run(loss, name):
     gradients[name] = torch.cat([weight.grad.flatten() for weight in net.parameters()])
 
 warnings.simplefilter("error")
-for loss in (weighted, dice, info_nce):
+for loss in (weighted, dice, info_nce, correlation, sum_of_sums):
     run(loss, loss.__name__)
 warnings.simplefilter("default")
 run(each_weighted, "each weighted")
 losses.sum_of_all = losses.rows_of_all = lambda part: part
 run(dice, "each dice")
 run(info_nce, "each info_nce")
+run(correlation, "each correlation")
 
 def reduced(part):
     dist.all_reduce(part)
@@ -94,7 +105,7 @@ def off(gradient, right):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, "correlation"])
 def test_a_loss_has_the_gradient_of_one_process(loss, ranks, gradients):
     """And no warning. That of one process is computed by torch's own functions."""
     right = gradients(1)[0][f"each {loss}"]
@@ -110,6 +121,13 @@ def test_what_each_process_divides_by_itself(gradients):
         for ranks, shown in zip((2, 8), row, strict=True):
             found = 100 * off(gradients(ranks)[0][f"each {loss}"], right)
             assert found == pytest.approx(float(shown), rel=0.05), (loss, ranks)
+
+
+@pytest.mark.parametrize("ranks, wrong", [(1, False), (2, True), (8, True)])
+def test_a_sum_of_sums_has_another_gradient(ranks, wrong, gradients):
+    """sum_of_all() of what an earlier one has given: a correlation of centred numbers."""
+    right = gradients(1)[0]["each correlation"]
+    assert (off(gradients(ranks)[0]["sum_of_sums"], right) > 0.01) is wrong
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

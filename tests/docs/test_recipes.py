@@ -30,6 +30,7 @@ from conftest import (
 )
 from sklearn.metrics import f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from tests import nets
 from tests.docs.copies import cached_weights, copy, dying, equal, joined
@@ -442,10 +443,49 @@ def test_segmentation(train, tmp_path):
         assert torch.equal(matrix.sum(dim=1).long(), masks.flatten().bincount())
 
 
-def test_segmentation_resumes_to_the_bit(tmp_path):
+# Of this text 215 windows are to train and 25, of which the last is short, to validate.
+TEXT = (ROOT / "docs/minimal.md").read_bytes()[:15300]
+TRANSFORMER = ["clip", "adamw", "transformer"]
+
+
+def test_transformer(tmp_path):
+    """It learns; any number of processes has the loss of all bytes, in unequal parts too."""
+    script = copy(tmp_path / "here", *TRANSFORMER, script="fsdp_distributed")
+    minimal = (ROOT / "minimal/transformer.py").read_text()
+    assert re.search(r"^class Block.*?\n\n\n", minimal, re.M | re.S)[0] in script.read_text()
+    (tmp_path / "text").write_bytes(TEXT)
+    flags = ["--data", tmp_path / "text", "-j", "1", "--checkpoint-dir", tmp_path / "c"]
+    training = "-b 8 --epochs 4 --warmup-epochs 1 --lr 0.3".split()
+    output = good(script, *flags, *training, ranks=2)
+    losses = [float(loss) for loss in re.findall(r"^epoch \S+  loss (\S+)", output, re.M)]
+    assert losses[0] > 3 and losses[-1] < 2.9 and output.count("\nWhat goes wrong: ") == 1
+
+    net, found = runpy.run_path(str(script))["Net"](256), [losses[-1]]
+    net.load_state_dict(load(tmp_path / "c")["state_dict"])
+    text = torch.tensor([*TEXT[215 * 64 :]])
+    with torch.no_grad():
+        scores = [net(part[None])[0].T for part in text[:-1].split(64)]
+    expected = nn.functional.cross_entropy(torch.cat(scores), text[1:]).item()
+    for ranks in (1, 2, 3):
+        more = ["-b", "48", "--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
+        output = good(script, *flags, *more, ranks=ranks)
+        found.append(float(output.split(" * loss ")[1]))
+    assert found == pytest.approx([expected] * 4, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "recipes, script, steps, more",
+    [
+        (["segmentation"], "distributed", 40, []),
+        (TRANSFORMER, "fsdp_distributed", 20, ["--data", "text", "-b", "8"]),
+    ],
+    ids=["segmentation", "transformer"],
+)
+def test_another_task_resumes_to_the_bit(recipes, script, steps, more, tmp_path):
     """Killed in mid-epoch; the random crops are those of a straight run too."""
-    script = copy(tmp_path / "here", "segmentation")
-    flags = ["--max-steps", "40", "--checkpoint-freq", "5", "-j", "1", "--checkpoint-dir"]
+    script = copy(tmp_path / "here", *recipes, script=script)
+    (tmp_path / "here/text").write_bytes(TEXT[:6000])
+    flags = ["--max-steps", steps, "--checkpoint-freq", "5", "-j", "1", *more, "--checkpoint-dir"]
     good(script, *flags, tmp_path / "a", ranks=2)
     codes, output = run_ranks(script, [*flags, tmp_path / "b"], 2, before=dying(1, 8))
     assert codes == [-9, -9], output

@@ -369,9 +369,9 @@ def test_bad_archives_are_refused(spoil, message, archives):
 
 def test_a_bad_image_is_named_with_its_archive(archives):
     files = {f"{wnid}/x.jpg": b"none" for wnid in WNIDS}
-    pack(archives / "train.tar", files | {"n00000003/y.gif": b""})
+    pack(archives / "train.tar", files | {"n00000003/y.gif": b"", "loose.jpg": b""})
     train_set, _ = image_folders(str(archives), 24)
-    assert train_set.skipped == f"1 file in {archives}/train.tar (.gif)"
+    assert train_set.skipped == f"2 files in {archives}/train.tar (.gif, images in no class)"
     message = f"cannot read image '{archives}/train.tar:n00000003/x.jpg': its format is not known"
     with pytest.raises(ValueError, match=re.escape(message)):
         train_set[3]

@@ -62,6 +62,15 @@ def test_a_mistake_of_ours_is_no_users_error():
         raise ZeroDivisionError
 
 
+def test_a_package_that_is_missing_is_the_users_to_install(monkeypatch, capfd):
+    """Such as the one that a recipe needs."""
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as end, user_errors(0):
+        import no_such_package  # noqa: F401
+    assert end.value.code == 2
+    assert capfd.readouterr().err == "error: No module named 'no_such_package'\n"
+
+
 NAME = "caf\u00e9\x1b[2K\r\u202e\x85\udcff\nrank 0 failed"  # of a file, as somebody may make it
 
 

@@ -161,6 +161,10 @@ def test_a_checksum_is_of_all_bits_of_the_weights(tmp_path):
         bits = run.net[0].weight.data.view(getattr(torch, f"int{number + 1}"))
         bits[0, 0, 0, 0] ^= -1 << number  # the highest bit
         assert run.checksum() != before
+    run.net = torch.nn.ParameterList([torch.ones(2, dtype=torch.complex128)])
+    before = run.checksum()
+    run.net[0].data[0] = 2
+    assert run.checksum() != before
     run.net = torch.nn.ReLU()
     assert 0 <= run.checksum() < 2**20  # without weights too
 
@@ -395,6 +399,7 @@ OTHERS = {  # how they are made, and what they are not
     "module": (lambda path: torch.save(NET, path), OF_OTHERS),
     "TorchScript": (make_torchscript, OF_OTHERS),
     "empty": (Path.touch, " of these scripts, or damaged$"),
+    "keys of another": (lambda path: torch.save(dict(best_epoch=3, args={}), path), OF_OTHERS),
     "old format": (lambda path: OLD({}, path), " of these scripts, or damaged$"),
 }
 
@@ -440,7 +445,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         limit = (tmp_path / NAMES[0]).stat().st_size // 2
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        with pytest.raises(OSError, match=f"^cannot write {tmp_path}/{NAMES[0]}: "):
+        with pytest.raises(OSError, match=f"^cannot write {tmp_path}/{NAMES[0]}: .*too large"):
             run.save()
 
     assert forked(save_on_full_disk) == [0]
@@ -466,6 +471,8 @@ def test_each_file_of_a_run_makes_the_folder_its_own(tmp_path, name):
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     refused(tmp_path / "file", f"^--checkpoint-dir {tmp_path}/file: File exists$", None)
+    (tmp_path / "c/.lock").mkdir(parents=True)  # as where one may not write
+    refused(tmp_path / "c", f"^--checkpoint-dir {tmp_path}/c: Is a directory$", None)
 
 
 def test_only_the_newest_goes_on_in_its_folder(tmp_path):
@@ -491,6 +498,7 @@ def test_only_the_newest_goes_on_in_its_folder(tmp_path):
 
 def test_only_our_own_temporary_files_are_removed(tmp_path):
     theirs = ["notes.csv.2024.tmp", "checkpoint.pth.tmp", "checkpoint_mine.pth.77.tmp"]
+    theirs.append("checkpoint.pth.\u0663.tmp")  # a digit of another script
     ours = ["checkpoint.pth.12.tmp", "model_best.pth.12.tmp"]
     for name in theirs + ours:
         (tmp_path / name).write_text(name)

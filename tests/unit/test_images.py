@@ -155,6 +155,18 @@ def test_damaged_images_are_errors(decoders, capfd):
                     assert module.decode(bytes(data)).shape[0] == 3
 
 
+def test_images_too_large_for_pil_are_errors_of_every_decoder(decoders, monkeypatch):
+    """A part of one too; its limit can be raised, or taken away."""
+    part = Mock(return_value=(0, 0, 9, 9))
+    for module, kind in itertools.product(decoders, ("JPEG", "PNG")):
+        data = saved(FLOWER.resize((101, 67)), kind)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+        with pytest.raises(Image.DecompressionBombError, match="6767 pixels"):
+            module.decode(data, part)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+        assert module.decode(data, part).shape == (3, 9, 9)
+
+
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
 def test_pixels_whose_white_is_not_known_are_refused(kind, decoders):
     """As PIL reads them, it would cut at 255."""
@@ -270,6 +282,10 @@ def test_what_is_not_read_is_counted(folder):
         (folder / name).write_bytes(b"")
     others = f"4 files in {folder} (.avif, .gif, no ending)"
     assert ImageFolder(str(folder), None).skipped == others
+    shutil.copy(folder / "cat/1.png", folder)
+    loose = f"5 files in {folder} (.avif, .gif, images in no class, no ending)"
+    assert ImageFolder(str(folder), None).skipped == loose
+    (folder / "1.png").unlink()
     for kind, message in (("cat/*", "/train/cat; not"), ("dog/**/*", "in the folders of .*; not")):
         for path in folder.glob(f"{kind}.[jJp]*"):
             path.unlink()

@@ -99,8 +99,10 @@ def test_all_weights_but_a_head_of_other_classes_are_those_of_the_file(hub, num_
 
 def test_weights_of_other_classes_are_not_evaluated():
     """Their head would be one that nobody has trained."""
-    with pytest.raises(ValueError, match=r"is of 1000 classes, not of 7: train it first$"):
+    with pytest.raises(ValueError, match=r"is of 1000 classes, not 7: train it first$"):
         build_model(arguments("resnet18", pretrained=True, evaluate=True), 7, CPU)
+    with pytest.raises(ValueError, match=r"^nothing to evaluate: give --resume PATH or --pretr"):
+        build_model(arguments("resnet18", evaluate=True), 1000, CPU)
 
 
 def test_batch_norm_over_one_value_is_known_before_training(tmp_path, monkeypatch):

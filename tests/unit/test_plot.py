@@ -75,7 +75,7 @@ def plotted(*words, **env):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_errors_are_one_line(runs, tmp_path):
+def test_errors_are_one_line(runs, tmp_path, monkeypatch):
     code, _, said = plotted(tmp_path)
     expected = f"error: no {tmp_path}/metrics.jsonl: give the --checkpoint-dir of a run"
     assert code == 2 and said.startswith(expected) and said.count("\n") == 1
@@ -90,6 +90,11 @@ def test_errors_are_one_line(runs, tmp_path):
     assert plotted(tmp_path)[2].startswith(expected)
     code, _, said = plotted(next(iter(runs)), "--out", tmp_path / "x.doc")
     assert code == 2 and said.startswith("error: Format 'doc' is not supported")
+    monkeypatch.setattr(sys, "argv", ["plot.py", next(iter(runs))])
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        plot.main()
 
 
 def test_without_matplotlib(runs, tmp_path):

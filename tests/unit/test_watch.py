@@ -16,6 +16,12 @@ import longrun.watch
 from common.prefetcher import Prefetcher
 from longrun.watch import Watch
 
+IN_WORKER = '''Caught OSError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "data.py", line 5, in read
+OSError: no a.jpg
+it may help to copy it again
+'''
 where = types.SimpleNamespace(place=lambda: "epoch 5 step 6")
 """
 FAILED = "rank 3 failed at epoch 5 step 6: "
@@ -40,9 +46,10 @@ print("orderly")
 ERRORS = {
     "RuntimeError('CUDA error: launch failed\\nCompile with `DSA`.')": "CUDA error: launch failed",
     "RuntimeError('Expected to have finished.\\n In addition')": "Expected to have finished.",
-    "OSError('Caught OSError in worker 0.\\nTraceback\\nOSError: no a.jpg')": "OSError: no a.jpg",
+    "OSError(IN_WORKER)": "OSError: no a.jpg",
     "ValueError('cannot read \\x1b[2K.jpg')": r"cannot read \x1b[2K.jpg",
     "KeyError": "KeyError",
+    "KeyError('label')": "KeyError: 'label'",
 }
 # The clock goes on when the test says so, and the watch looks at it all the time.
 HANG = """
