@@ -75,11 +75,11 @@ PAGE = (ROOT / "docs/recipes.md").read_text()
 
 
 def table():
-    """{recipe: the script that it is of, and others that it fits}, in the order of the page."""
+    """{recipe: the scripts that it fits}: the one it is of, and those that the page names."""
     fits = {}
     for name in re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE, re.M):
-        changed = generate.changes((ROOT / f"recipes/{name}.diff").read_text())
-        fits[name] = [changed.removesuffix(".py")]
+        script = generate.changes((ROOT / f"recipes/{name}.diff").read_text())
+        fits[name] = [script.removesuffix(".py")]
     for script, said in re.findall(r"^- `(\w+)`: (.*)$", PAGE, re.M):
         names = {*re.findall(r"`(\w+)`", said)}
         for name in fits.keys() - names if said.startswith("all but ") else names:
