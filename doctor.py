@@ -1336,7 +1336,7 @@ def main():
     found = findings(groups, alone, again)
     compared = [*other_runs(args, groups[0], again, alone)]
     if saved:
-        compared.append(f"as they were before, or gone (--keep): {', '.join(saved)}")
+        compared.append(f"put back, or removed if new: {', '.join(saved)} (--keep leaves them)")
     sys.exit(tell(groups, found, code, time.monotonic() - began, compared, args.json))
 
 

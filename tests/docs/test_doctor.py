@@ -97,7 +97,7 @@ def test_puts_back_the_checkpoints_and_says_that_it_saw_no_training(tmp_path):
     found, output = examined(tmp_path, "script.py")
     assert not found and "no step of an optimizer was seen" in output, output
     assert "{'of': 'a long run'} {'of': 'the doctor'}" in output
-    assert "\n as they were before, or gone (--keep): new.pth, old.pth\n" in output
+    assert "\n put back, or removed if new: new.pth, old.pth (--keep leaves them)\n" in output
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "old.pth"}
     assert torch.load(tmp_path / "old.pth") == {"of": "a long run"}
 
