@@ -489,10 +489,22 @@ def wrap_files(torch):
         dicts = [some for some in (obj, *inner) if isinstance(some, dict) and some]
         of_wrapped = any(all(str(key).startswith("module.") for key in some) for some in dicts)
         note("save", path=path(f), of_wrapped=of_wrapped)
-        put_aside(path(f))
+        if isinstance(f, (str, os.PathLike)):
+            put_aside(path(f))
+        else:  # the script has opened it: an old file there is gone already
+            SAVED.add(path(f))
+
+    def was_there(file):
+        file = path(file)
+        return file and os.path.isfile(file) and os.path.getmtime(file) < RECORD.began
+
+    def remove(file, *args, **kwargs):
+        if was_there(file):
+            put_aside(path(file), os.link)
 
     def move(src, dst, *args, **kwargs):
-        if path(src) in SAVED:  # under a name of its own first
+        if path(src) in SAVED or was_there(src):
+            remove(src)
             put_aside(path(dst))
 
     def load(f, *args, **kwargs):
@@ -502,14 +514,16 @@ def wrap_files(torch):
     wrap(torch, "load", before=load)
     wrap(os, "rename", before=move)
     wrap(os, "replace", before=move)
+    wrap(os, "remove", before=remove)
+    wrap(os, "unlink", before=remove)
 
 
 MOVE, ASIDE = os.replace, ".before-the-doctor"
 SAVED = set()  # files that this process has saved
 
 
-def put_aside(path):
-    """Keep the file that a checkpoint would overwrite: a short run must not take its place."""
+def put_aside(path, by=MOVE):
+    """Keep a file that the run overwrites, renames or removes: it must not take its place."""
     if path is None or path in SAVED:
         return
     SAVED.add(path)
@@ -518,7 +532,7 @@ def put_aside(path):
         file.seek(0)
         if path + "\n" not in file:
             if os.path.isfile(path) and not os.path.exists(path + ASIDE):
-                MOVE(path, path + ASIDE)
+                by(path, path + ASIDE)
             file.write(path + "\n")
 
 
@@ -526,7 +540,7 @@ def put_back(folder):
     """Make the files that the runs have saved as they were before, or gone; returns their names."""
     saved = Path(f"{folder}/saved")
     paths = saved.read_text().splitlines() if saved.exists() else []
-    paths = [path for path in paths if os.path.isfile(path)]
+    paths = [path for path in paths if os.path.isfile(path) or os.path.exists(path + ASIDE)]
     for path in paths:
         if os.path.exists(path + ASIDE):
             MOVE(path + ASIDE, path)
@@ -1241,7 +1255,12 @@ def examine(args, processes, folder):
     """(groups, exit code): the script once on so many processes, to its end or until it hangs."""
     os.mkdir(folder)
     settings = {"folder": folder, "script": os.path.abspath(args.script)}
-    settings |= {"nodes": args.nodes, "patience": args.patience, "steps": args.steps}
+    settings |= {
+        "began": args.began,
+        "nodes": args.nodes,
+        "patience": args.patience,
+        "steps": args.steps,
+    }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={processes}"]
     if args.by:
@@ -1327,7 +1346,7 @@ def main():
             parser.error(f"put {flag} before {args.script}: it is a flag of the doctor")
     if not args.by and not importlib.util.find_spec("torch"):  # --by may start another Python
         parser.exit(2, f"doctor.py: {sys.executable} has no torch: use the Python of your script\n")
-    began = time.monotonic()
+    began, args.began = time.monotonic(), time.time()
     with tempfile.TemporaryDirectory() as folder:
         groups, code = examine(args, args.n, f"{folder}/run")
         again, _ = examine(args, args.n, f"{folder}/again") if args.twice else (None, 0)

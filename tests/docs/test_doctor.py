@@ -82,8 +82,11 @@ old = torch.load("old.pth")
 torch.distributed.barrier()
 if torch.distributed.get_rank() == 0:
     torch.save({"of": "the doctor"}, "new.pth")
-    torch.save({"of": "the doctor"}, "old.pth.tmp")
+    with open("old.pth.tmp", "wb") as file:
+        torch.save({"of": "the doctor"}, file)
+    os.replace("old.pth", "before.pth")
     os.replace("old.pth.tmp", "old.pth")
+    os.remove("removed.pth")
 torch.distributed.barrier()
 print(old, torch.load("old.pth"))
 torch.distributed.destroy_process_group()
@@ -93,13 +96,16 @@ torch.distributed.destroy_process_group()
 def test_puts_back_the_checkpoints_and_says_that_it_saw_no_training(tmp_path):
     """As of a run that was resumed where nothing is left to do."""
     (tmp_path / "script.py").write_text(SAVING)
-    torch.save({"of": "a long run"}, tmp_path / "old.pth")
+    for name in ("old.pth", "removed.pth"):
+        torch.save({"of": "a long run"}, tmp_path / name)
     found, output = examined(tmp_path, "script.py")
     assert not found and "no step of an optimizer was seen" in output, output
     assert "{'of': 'a long run'} {'of': 'the doctor'}" in output
-    assert "\n put back, or removed if new: new.pth, old.pth (--keep leaves them)\n" in output
-    assert {path.name for path in tmp_path.iterdir()} == {"script.py", "old.pth"}
-    assert torch.load(tmp_path / "old.pth") == {"of": "a long run"}
+    names = "before.pth, new.pth, old.pth, removed.pth"
+    assert f"\n put back, or removed if new: {names} (--keep leaves them)\n" in output
+    assert {path.name for path in tmp_path.iterdir()} == {"script.py", "old.pth", "removed.pth"}
+    for name in ("old.pth", "removed.pth"):
+        assert torch.load(tmp_path / name) == {"of": "a long run"}
 
 
 def test_its_own_flags_come_first(tmp_path):

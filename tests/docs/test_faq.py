@@ -217,7 +217,7 @@ def test_the_calls_that_were_made(tmp_path):
     codes = re.findall(r"`([^`\n]+)`", DEBUGGING)
     read, show = (code for code in codes if code.startswith(("calls = ", "print(rank, [")))
     script = f"""
-import datetime, os, pickle, torch, torch.distributed as dist
+import datetime, os, pickle, time, torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
 numbers = torch.ones(3)
@@ -230,6 +230,7 @@ try:
         dist.barrier()
 except RuntimeError:
     {read}
+    time.sleep(2 * rank)  # else their words may be mixed
     {show}
 os._exit(0)  # the group is broken
 """
