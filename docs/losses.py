@@ -13,6 +13,15 @@ def weighted_cross_entropy(output, target, weight):
     return loss * dist.get_world_size() / count  # DDP divides by world_size
 
 
+def masked_l1(output, depth):
+    """The mean error of the pixels that have a depth: 0 and NaN are none."""
+    mask = depth > 0
+    count = mask.sum()
+    dist.all_reduce(count)
+    loss = (output[mask] - depth[mask]).abs().sum()  # selected, for NaN * 0 is NaN
+    return loss * dist.get_world_size() / count.clamp(min=1)  # there may be no such pixel
+
+
 def sum_of_all(part):
     """The sum over all processes, as if one process had computed it: with a gradient."""
     total = part.detach().clone()
@@ -28,6 +37,14 @@ def dice_loss(output, target):
     both, either = (scores * truth).sum(dim=pixels), (scores + truth).sum(dim=pixels)
     both, either = sum_of_all(torch.stack([both, either]))
     return 1 - ((2 * both + 1) / (either + 1)).mean()  # + 1: a class may be in no image
+
+
+def rmse(output, depth):
+    """The root of the mean squared error of the pixels that have a depth."""
+    mask = depth > 0
+    squares = (output[mask] - depth[mask]).square().sum()
+    squares, count = sum_of_all(torch.stack([squares, mask.sum()]))
+    return (squares / count.clamp(min=1) + 1e-8).sqrt()  # the root of 0 has no gradient
 
 
 def rows_of_all(part):

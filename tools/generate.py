@@ -60,7 +60,9 @@ GPUS = {"V100": 1200, "RTX 3090": 1218, "A100": 2470, "H100": 5000}
 # What docs/losses.md shows of docs/losses.py: from a text to another one.
 LOSSES = {
     "weighted_cross_entropy": ("def weighted", "DDP divides by world_size"),
+    "mask": ("def masked_l1", "count.clamp(min=1)"),
     "sums": ("def sum_of_all", "return 1 - "),
+    "root": ("def rmse", ".sqrt()"),
     "rows": ("def rows_of_all", "return (cross_entropy"),
 }
 

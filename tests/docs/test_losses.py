@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
 SCRIPT = """
 import os, sys, warnings
 import torch, torch.distributed as dist, torch.nn as nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, l1_loss, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from docs import losses
 
@@ -28,7 +28,10 @@ masks = (images[:, 0] > 1).long()
 masks[(images[:, 1] > 0) & (chance < 0.15)] = 2  # as in life: a class that few images have
 some = masks.where(torch.rand(48, 6, 6) > chance, -100)
 part = slice(rank * 48 // world_size, (rank + 1) * 48 // world_size)
-images, masks, some = images[part], masks[part], some[part]
+known = torch.rand(48, 6, 6, generator=torch.Generator().manual_seed(1))
+depth = known.where(known > 0.5, torch.nan)
+depth[:16] = 0  # one of three processes has no pixel with a depth
+images, masks, some, depth = images[part], masks[part], some[part], depth[part]
 weight = torch.tensor([1.0, 5.0, 2.0])
 net = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 3, 1))
 model = DistributedDataParallel(net)
@@ -45,6 +48,18 @@ def dice():
 def info_nce():
     output = model(images)
     return losses.info_nce(output.mean(dim=(2, 3)), output.amax(dim=(2, 3)))
+
+def masked_l1():
+    return losses.masked_l1(model(images)[:, 0], depth)
+
+def each_masked_l1():
+    return l1_loss(model(images)[:, 0][depth > 0], depth[depth > 0])
+
+def rmse():
+    return losses.rmse(model(images)[:, 0], depth)
+
+def each_rmse():
+    return mse_loss(model(images)[:, 0][depth > 0], depth[depth > 0]).sqrt()
 
 def correlation():
     one, other = model(images).mean(dim=(2, 3)).unbind(dim=1)[:2]
@@ -64,10 +79,13 @@ def run(loss, name):
     gradients[name] = torch.cat([weight.grad.flatten() for weight in net.parameters()])
 
 warnings.simplefilter("error")
-for loss in (weighted, dice, info_nce, correlation, sum_of_sums):
+for loss in (weighted, dice, info_nce, masked_l1, rmse, correlation, sum_of_sums):
     run(loss, loss.__name__)
 warnings.simplefilter("default")
 run(each_weighted, "each weighted")
+if world_size == 1:  # else one process has the mean of nothing
+    run(each_masked_l1, "each masked_l1")
+    run(each_rmse, "each rmse")
 losses.sum_of_all = losses.rows_of_all = lambda part: part
 run(dice, "each dice")
 run(info_nce, "each info_nce")
@@ -105,7 +123,7 @@ def off(gradient, right):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("loss", [*LOSSES, "correlation"])
+@pytest.mark.parametrize("loss", [*LOSSES, "masked_l1", "rmse", "correlation"])
 def test_a_loss_has_the_gradient_of_one_process(loss, ranks, gradients):
     """And no warning. That of one process is computed by torch's own functions."""
     right = gradients(1)[0][f"each {loss}"]
