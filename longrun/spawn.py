@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+from multiprocessing.connection import wait
 
 import torch.multiprocessing as mp
 
@@ -40,11 +41,17 @@ def supervise(context, rank=0):
     for number in SIGNALS:  # a SIGHUP that nohup ignores, the children ignore too
         signal.signal(number, pass_on)
     logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
+    done = False
     try:
-        while not context.join(grace_period=3):
-            pass
+        while not done:
+            wait(context.sentinels)
+            codes = [process.exitcode for process in context.processes]  # None: it is running
+            done = context.join(grace_period=3)
     except mp.ProcessExitedException as error:
-        if error.exit_code < 0:
-            print(f"rank {rank + error.error_index} failed: {error}", file=sys.stderr, flush=True)
-        return max(error.exit_code, 1)
+        # Where one is killed the others fail too, and join() may name any of those that have ended.
+        killed = [index for index, code in enumerate(codes) if code is not None and code < 0]
+        for index in killed:
+            name = signal.Signals(-codes[index]).name
+            print(f"rank {rank + index} failed: killed by {name}", file=sys.stderr, flush=True)
+        return 1 if killed else max(error.exit_code, 1)
     return 0

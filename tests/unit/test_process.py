@@ -72,7 +72,7 @@ MAINS = {  # what they do, and what follows: the exit code, and the last line of
     "1 // (index - 1) and 0": (1, "started"),
     "os.kill(os.getpid(), 9 * (index == 1)) or time.sleep(60 * (index == 2))": (
         1,
-        "rank 5 failed: process 1 terminated with signal SIGKILL",
+        "rank 5 failed: killed by SIGKILL",
     ),
 }
 
@@ -82,6 +82,13 @@ def test_the_first_to_fail_ends_all_of_mp_spawn(main):
     """At once: an orderly exit would wait for loader workers, which ignore SIGTERM."""
     code, output = Child(f"{IMPORTS}def main(index): return {main}\n{SPAWN}").wait()
     assert (code, output.splitlines()[-1]) == MAINS[main] and "orderly" not in output
+
+
+def test_a_killed_process_is_named_though_the_others_have_failed_too():
+    """A killed process makes the others fail; a busy machine shows its parent all ends at once."""
+    all_ended = SPAWN.replace('print("started")', "for one in children.processes: one.join()")
+    main = "def main(index): return os.kill(os.getpid(), 9) if index == 2 else 3\n"
+    assert Child(IMPORTS + main + all_ended).wait() == (1, "rank 6 failed: killed by SIGKILL\n")
 
 
 def test_the_parent_of_mp_spawn_passes_signals_on():
