@@ -44,7 +44,8 @@ def supervise(context, rank=0):
     done = False
     try:
         while not done:
-            wait(context.sentinels)
+            for sentinel in wait(context.sentinels):  # a killed one takes a moment to end
+                context.processes[context.sentinels[sentinel]].join()
             codes = [process.exitcode for process in context.processes]  # None: it is running
             done = context.join(grace_period=3)
     except mp.ProcessExitedException as error:
