@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from common.device import end_with_parent
 
+from .arguments import first_line
+
 
 class SrunTask:
     """A task that srun has started; after agree() also the ranks of the processes that it starts.
@@ -50,8 +52,8 @@ class SrunTask:
 
         nprocs: how many, by default one per GPU. sharing: whether processes may share a GPU. Sets
         `nprocs`, `world_size`, `local_world_size`, and, of the first process of this task, `rank`
-        and `local_rank`. Raises ValueError when GPUs and tasks do not go together, and when nodes
-        have different numbers of GPUs.
+        and `local_rank`. Raises ValueError when GPUs and tasks do not go together, when nodes have
+        different numbers of GPUs, and when the tasks cannot meet.
         """
         visible, on_node = torch.cuda.device_count(), self.tasks_on_node
         self.nprocs = processes_per_task(on_node, visible, self.gpus_on_node, nprocs, sharing)
@@ -79,7 +81,16 @@ class SrunTask:
             store = dist.FileStore(self.address, self.tasks)  # its file ends with the last of them
             store.set_timeout(timeout)
             return store
-        return dist.TCPStore(*self.address, is_master=host, wait_for_workers=False, timeout=timeout)
+        try:
+            return dist.TCPStore(
+                *self.address, is_master=host, wait_for_workers=False, timeout=timeout
+            )
+        except RuntimeError as error:  # such as: another program has this port
+            place = ":".join(map(str, self.address))
+            problem = (
+                f"the tasks cannot meet at {place}: give --dist-file, a path on shared storage"
+            )
+            raise ValueError(f"{problem}; {first_line(error)}") from None
 
     def __getstate__(self):
         return vars(self) | {"store": None}  # mp.spawn cannot hand it to the processes

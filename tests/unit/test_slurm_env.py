@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -119,3 +120,15 @@ def test_nodes_that_would_start_different_numbers_of_processes(tmp_path, monkeyp
             second.agree(2, seconds=20)
         done.result()
     assert (first.rank, first.local_rank, first.world_size) == (0, 0, 8)
+
+
+def test_a_port_that_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    one = task(PROCID=0, LOCALID=0, NTASKS=1, STEP_TASKS_PER_NODE="1", STEP_NODELIST="localhost")
+    with socket.socket() as other:
+        other.bind(("", one.address[1]))
+        other.listen()
+        with pytest.raises(
+            ValueError, match=r"^the tasks cannot meet at localhost:\d+: .*--dist-f"
+        ):
+            one.agree(seconds=5)
