@@ -557,7 +557,7 @@ class Record:
 
     pid = None
 
-    def __init__(self):  # folder, script, nodes, patience, steps: see examine()
+    def __init__(self):  # folder, script, began, nodes, patience, steps: see examine()
         self.__dict__ |= json.loads(os.environ.get("DOCTOR", "{}"))
 
     def open(self):

@@ -98,7 +98,8 @@ def is_drawn(values):
 def draw(runs, path):
     """Write a picture: a panel for each kind of number, a colour for each run.
 
-    Raises ValueError where matplotlib is missing, or does not know the kind of file.
+    Raises ValueError where matplotlib is missing, or does not know the kind of file; OSError where
+    it cannot be written.
     """
     try:
         import matplotlib

@@ -9,7 +9,8 @@ from common.loader import Seeded
 class ResidentLoader:
     """Yields one batch, which is on the device already, as often as start_loader()'s would.
 
-    It takes the place of start_loader() and has its arguments. `sampler` is read as usual.
+    It takes the place of start_loader() and has its arguments, but for collate_fn. `sampler` is
+    read as usual.
     """
 
     def __init__(self, dataset, sampler, batch_size, workers, device, seed=None):

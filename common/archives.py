@@ -109,8 +109,8 @@ def load_index(paths, part):
     offset and size in bytes, for read_member().
 
     It is made once and kept in a cache folder below TORCH_HOME. Of several processes that need it,
-    one makes it and the others wait. Raises ValueError for archives that are incomplete or have no
-    classes.
+    one makes it and the others wait. Raises ValueError for archives that are incomplete, damaged or
+    have no classes, and where the cache cannot be written.
     """
     devkit = os.path.join(os.path.dirname(paths[0]), DEVKIT)
     files = [*paths, devkit] if os.path.exists(devkit) else paths

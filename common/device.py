@@ -29,7 +29,7 @@ def set_up_device(local_rank, local_world_size, args):
     algorithms for the size of the batches. args: `backend`, `sync_bn` and `precision`, where a
     script has them. A process may see all GPUs of its node, or one of its own. Raises ValueError
     when there are fewer GPUs than processes (only gloo lets them share one), none where one is
-    needed, or some that torch cannot use.
+    needed, or some that torch cannot use, or not in bf16.
     """
     flags = vars(args)
     set_threads(local_world_size)

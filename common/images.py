@@ -40,7 +40,7 @@ def image_folders(data, image_size, evaluate=False):
 def with_same_classes(train_set, val_set, data):
     """(train_set, val_set), the targets of val_set numbered as those of train_set.
 
-    Raises ValueError where their classes differ, or one has no images in train/.
+    Raises ValueError where their classes differ, one has no images in train/, or there is but one.
     """
     classes = train_set.classes
     if len(classes) == 1:

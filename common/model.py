@@ -22,8 +22,9 @@ def build_model(args, num_classes, device, example=None):
     with num_classes=. With args.pretrained it starts from torchvision's weights. example: a batch
     of one or two of what the model takes, on any device, with which the model is tried: two, if the
     batches of training have more than one. Raises ValueError for a model that cannot be found or
-    built, for weights that cannot be loaded, and for a model that does not make a row of class
-    scores, [n, num_classes], of each item of the example.
+    built, for weights that cannot be loaded or fit no such classes, where there is nothing to
+    evaluate, and for a model that does not make a row of class scores, [n, num_classes], of each
+    item of the example.
     """
     arch, own = args.arch, ":" in args.arch
     names = models.list_models(module=models)

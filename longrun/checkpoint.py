@@ -34,8 +34,8 @@ class Run:
 
     Rank 0 locks args.checkpoint_dir against other runs, unless it only evaluates. Each process
     reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
-    the folder, or starts afresh. The folder is not changed before tidy_folder(). Where `step` is
-    steps_per_epoch, only the validation is left.
+    the folder, or starts afresh. But for its `.lock` the folder is not changed before
+    tidy_folder(). Where `step` is steps_per_epoch, only the validation is left.
 
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
@@ -64,7 +64,10 @@ class Run:
 
     @staticmethod
     def saved_flags(args, *names):
-        """{name: value} of these flags in the checkpoint that args.resume asks for, if any."""
+        """{name: value} of these flags in the checkpoint that args.resume asks for, if any.
+
+        Raises as find_checkpoint() does.
+        """
         checkpoint = find_checkpoint(args)[1]
         saved = checkpoint["args"] if checkpoint else {}
         return {name: saved[name] for name in names if name in saved}
@@ -119,7 +122,8 @@ class Run:
         by name, such as scheduler=scheduler; its state may hold tensors and plain values.
 
         The settings of the optimizer's groups (rate, momentum, ...) are the script's, not the
-        checkpoint's, except where a torch scheduler is attached, which has set them. With
+        checkpoint's, except where a torch scheduler is attached, which has set them, and the rate
+        where only the validation is left. With
         args.evaluate only the model is filled, and of `more` what the checkpoint has. Raises
         ValueError for a checkpoint that does not fit, and what torch raises for a state in `more`
         that it could not load.
@@ -346,7 +350,7 @@ def check_whole(file):
 def lock_folder(folder):
     """Make a folder, and lock it until this process ends, or closes the file descriptor returned.
 
-    Raises ValueError where another process has locked it.
+    Raises ValueError where another process has locked it, and where it cannot be made.
     """
     try:
         os.makedirs(folder, exist_ok=True)

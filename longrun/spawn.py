@@ -28,9 +28,10 @@ def run_child(index, main, *args):
 
 
 def supervise(context, rank=0):
-    """Wait for all children, pass signals on to them; returns the exit code of the first to fail.
+    """Wait for all children, pass signals on to them; returns the exit code of one that failed.
 
-    When one fails the others have three seconds to end by themselves. `rank`: the first child's.
+    When one fails the others have three seconds to end by themselves. Those that a signal has
+    killed are named, and the exit code is then 1. `rank`: the first child's.
     """
 
     def pass_on(number, frame):  # each stops by itself, where all can

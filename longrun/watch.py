@@ -20,9 +20,9 @@ class Watch:
     """Ends this process when it fails or hangs, with a line that names its rank, epoch and step.
 
     A failure is an uncaught exception: a traceback is printed, and the exit code is 1. For a
-    FloatingPointError, a loss that is not finite, it is one line, and the exit code is 2. A
-    hang is a time of more than `seconds` after beat(), without another beat() or rest(). On GPUs it
-    is a minute more, for NCCL has a limit of its own, and names the collective. The end is
+    FloatingPointError, a loss or weights that are not finite, it is one line, and the exit code is
+    2. A hang is a time of more than `seconds` after beat(), without another beat() or rest(). On
+    GPUs it is a minute more, for NCCL has a limit of its own, and names the collective. The end is
     os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
     the process group is to wait for the other processes.
 
