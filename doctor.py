@@ -2,7 +2,7 @@
 
 $ python doctor.py minimal/distributed.py
 
-Four parts: what is wrapped (a few functions of torch), what is recorded (events, a line of JSON
+Four parts: what is wrapped (functions of torch and os), what is recorded (events, a line of JSON
 each, a file for each process), what is judged (a small function for each mistake, over the events
 of all processes), what is told. It sends nothing between processes and changes no number. One
 file that needs nothing but torch.
