@@ -33,6 +33,12 @@ BELONG = {
     "resume": ["resume_on_rank_0", "resume_repeats_epoch", "longer_schedule"],
     "workers": ["workers_per_process"],
 }
+# What a mistake's text says after "Doctor", as a sentence.
+DOCTOR = [
+    (r"^\*\*Doctor\*\*: yes(, with .*?)?\. ", r"[doctor.py](doctor.md) names it\1. "),
+    (r"^\*\*Doctor\*\*: no\. ", "[doctor.py](doctor.md) does not name it. "),
+    (r"^\*\*医生\*\*\W(.*?)。", r"[doctor.py](doctor.zh-CN.md) \1。"),
+]
 # The starts with the processes of minimal/distributed.py, which the mistakes are diffs against.
 LIKE_TORCHRUN = ["torchrun", "spawn", "slurm", "apex"]
 
@@ -64,9 +70,19 @@ def mistakes(diffs):
         section += r"(?:.*\n)*?<!-- end -->\n\n(.+)$"
         for title, text, name, more in re.findall(section, page, re.M):
             anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            if anchor not in signs:
+                raise ValueError(f"docs/bugs{ending}.md: no row of its tables links to #{anchor}")
+            for words, sentence in DOCTOR:
+                more = re.sub(words, sentence, more)
             said = signs[anchor] | {"title": title, "text": text, "more": more}
             found.setdefault(name, {})[language] = said
-    assert found.keys() == diffs.keys() and all(len(said) == 2 for said in found.values())
+    for name in sorted(found.keys() | diffs.keys()):
+        if name not in diffs:
+            raise ValueError(f"docs/bugs.md has a section for {name}, but bugs/ no diff")
+        for language, ending in LANGUAGES.items():
+            if language not in found.get(name, {}):
+                form = f"text <!-- generated: bug {name} -->, a line <!-- end -->, **Doctor**: ..."
+                raise ValueError(f"docs/bugs{ending}.md has no section of the form: {form}")
     script = compose.script("torchrun").splitlines()
     return [{"name": n, "hunks": hunks(diffs[n], script), **said} for n, said in found.items()]
 

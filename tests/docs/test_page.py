@@ -93,20 +93,42 @@ def test_copies_downloads_and_links(page, tmp_path):
     click(page, "#copy")
     assert page.evaluate("copied") == text
     click(page, "#share")
-    assert page.evaluate("copied").endswith("#start=slurm&data=images&with=amp,resume")
-    click(page, "#copy-command")
+    assert page.evaluate("copied").endswith("#start=slurm&data=images&with=amp,resume&lang=en")
+    click(page, "#command button")
     (two_nodes,) = commands_of(text)
     assert page.evaluate("copied") == two_nodes.replace("-N2", "-N1") + "\n"
     page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     click(page, "#download")
-    until = time.monotonic() + 30
-    while not (tmp_path / "train.py").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert (tmp_path / "train.py").read_text() == text
+    assert downloaded(tmp_path / "train.py") == text
 
     click(page, "[value=amp]")
     assert page.evaluate(SHOWN) == compose.script("slurm", "images", ["resume"])
     assert page.evaluate("location.hash") == "#start=slurm&data=images&with=resume"
+    opened(page, "slurm", lang="zh")
+    assert page.evaluate("document.documentElement.lang") == "zh-CN"
+
+
+def downloaded(path):
+    until = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return path.read_text()
+
+
+@needs_chromium
+def test_each_node_has_a_command_to_copy(page, tmp_path):
+    """And the pods have a file."""
+    opened(page, "torchrun")
+    click(page, "#place-nodes")
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    for rank in (0, 1):
+        click(page, f"#command div:nth-child({rank + 1}) button")
+        assert page.evaluate("copied") == source.NODES.format(rank).replace("$file", "train.py\n")
+    click(page, "#place-kubernetes")
+    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    click(page, "[data-file]")
+    job = source.kubernetes().replace("$file", "train.py")
+    assert downloaded(tmp_path / "train.yaml") == job + "\n"
 
 
 @needs_chromium
@@ -128,6 +150,14 @@ def test_the_lines_of_the_last_choice_are_marked(page):
     before = compose.script("torchrun", features=["loss"], made="").splitlines(keepends=True)
     after = compose.script("torchrun", features=["loss", "f1"], made="").splitlines(keepends=True)
     assert page.evaluate(lines) == [line for line in after if line not in before and line.strip()]
+
+    opened(page, "torchrun", features=["amp"])  # its marks, from the first in main() downwards
+    visited = []
+    for _ in range(page.evaluate("blocks().length")):
+        visited.append(page.evaluate("Number(state.at.dataset.n)"))
+        click(page, "#next")
+    turn = visited.index(min(visited))
+    assert visited[turn:] + visited[:turn] == sorted(visited) and turn == len(visited) - 1 > 2
 
 
 @needs_chromium
@@ -179,33 +209,75 @@ def test_a_mistake_is_applied_by_a_click_and_taken_back(page):
 
 STOPS = """[...document.querySelectorAll('a[href], button, input, summary, [tabindex="0"]')]
     .filter(e => e.checkVisibility() && !e.classList.contains("skip"))
-    .filter(e => e.type !== "radio" || e.checked)"""
+    .filter(e => e.type !== "radio" || e.checked).filter(e => e.tabIndex >= 0)"""
+
+
+IN_VIEW = """(() => {
+    const box = document.activeElement.getBoundingClientRect();
+    return box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth;
+})()"""
 
 
 @needs_chromium
 def test_everything_is_reached_by_the_keyboard(page):
-    """Tab stops at each control once, in order; a group of radio buttons is one stop."""
+    """Tab stops at each control once, in order; radio buttons and tabs are one stop together."""
     opened(page, "torchrun", features=["amp"])
     count = page.evaluate(f"window.stops = {STOPS}; stops.length")
     page.press("Tab")  # the link to the script, which shows itself
     assert page.evaluate("document.activeElement.className") == "skip"
-    reached = []
+    reached, seen = [], []
     for _ in range(count):
         page.press("Tab")
         reached.append(page.evaluate("stops.indexOf(document.activeElement)"))
-    assert reached == [*range(count)]
+        seen.append(page.evaluate(IN_VIEW))
+    assert reached == [*range(count)] and all(seen)
 
     page.evaluate("document.querySelector('[value=torchrun]').focus()")
     page.press("ArrowDown")
     assert page.evaluate(SHOWN) == compose.script("spawn", features=["amp"])
-    for key, text, selector in ((" ", " ", "[value=f1]"), ("Enter", "\r", "#tab-mistakes")):
-        page.evaluate(f"document.querySelector('{selector}').focus()")
-        page.press(key, text)
+    page.evaluate("document.querySelector('[value=f1]').focus()")
+    page.press(" ", " ")
     assert page.evaluate(SHOWN) == compose.script("spawn", features=["amp", "f1"])
+    page.evaluate("document.querySelector('#tab-reasons').focus()")
+    page.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-mistakes"
     assert page.evaluate("document.activeElement.ariaSelected") == "true"
     page.press("Tab")
     page.press("Enter", "\r")  # the first mistake of the list
     assert page.evaluate("document.querySelectorAll('.found').length") == 1
+
+
+# Texts that are hard to read: the contrast of their colours is below 4.5 (WCAG 2.2, AA).
+FAINT = """(() => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const over = (colours) => {
+        canvas.clearRect(0, 0, 1, 1);
+        for (const colour of colours) canvas.fillStyle = colour, canvas.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(x => x / 255)
+            .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    return [...document.querySelectorAll("body *")].filter(e => {
+        if (!e.checkVisibility() || e.closest(".hidden, .skip")) return false;
+        if (![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim())) return false;
+        const grounds = [];
+        for (let up = e; up; up = up.parentElement)
+            grounds.unshift(getComputedStyle(up).backgroundColor);
+        const light = [over([...grounds, getComputedStyle(e).color]), over(grounds)];
+        return (Math.max(...light) + 0.05) / (Math.min(...light) + 0.05) < 4.5;
+    }).map(e => e.outerHTML.slice(0, 150));
+})()"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_text_can_be_read(page, dark):
+    page.look(1440, 900, dark=dark)
+    opened(page, "torchrun", features=["amp", "f1"])
+    assert page.evaluate(FAINT) == []
+    click(page, "#tab-mistakes")
+    click(page, "[data-mistake=no_set_epoch]")
+    assert page.evaluate(FAINT) == []
 
 
 # What is wider than its place, or than the screen, and does not scroll.
