@@ -1,5 +1,6 @@
 """Composed scripts: written into a folder, started as their first lines say, and looked at."""
 
+import random
 import re
 import shutil
 import socket
@@ -55,7 +56,7 @@ def write(folder, start, data="digits", features=(), epochs=2, edits=(), dying=F
 
 
 def class_folders(folder):
-    """96 and 27 images of three classes, which differ in their colour."""
+    """96 and 27 noisy images of three classes, which differ in their colour."""
     from PIL import Image
 
     for part, count in (("train", 96), ("val", 27)):
@@ -64,7 +65,8 @@ def class_folders(folder):
             name.parent.mkdir(parents=True, exist_ok=True)
             colour = [80, 80, 80]
             colour[i % 3] = 120 + i
-            Image.new("RGB", (40, 36), tuple(colour)).save(name)
+            noise = Image.frombytes("RGB", (40, 36), random.Random(f"{part} {i}").randbytes(4320))
+            Image.blend(noise, Image.new("RGB", (40, 36), tuple(colour)), 0.5).save(name)
 
 
 def started(path, start, ranks=2, env=None):
