@@ -7,6 +7,7 @@ $ python tools/figures.py
 import json
 import re
 from pathlib import Path
+from textwrap import wrap
 from xml.sax.saxutils import escape
 
 from chinese import CHINESE, PATTERNS
@@ -438,59 +439,33 @@ FIGURES = [dataparallel, ddp, ring, traffic, horovod, slurm, evaluation, fsdp, h
 
 
 def recording(parts):
-    """An animated SVG of a terminal; parts: as tools/record.py writes them.
+    """The SVG of a terminal; parts: as tools/record.py writes them.
 
-    A command is typed in a second. Pauses in the output are as they were, but not longer than a
-    second. What does not play animations, or is asked not to, shows the last state.
+    It is narrow, with large letters, so that a phone can show it.
     """
-    at, lines = 0.5, []  # (kind, seconds, text)
+    rows = []
     for part in parts:
-        lines.append(("command", at, "$ " + part["command"]))
-        at, before = at + 1.3, 0.0
-        for seconds, text in part["output"]:
-            at, before = at + min(max(seconds - before, 0.12), 1.0), seconds
-            lines.append(("output", at, text))
-        at += 1.4
-    length, height = at + 6, 46 + 20 * len(lines)
-    style, rows = [], []
-    for i, (kind, seconds, text) in enumerate(lines):
-        begin = 100 * seconds / length
-        if kind == "command":
-            end, steps = 100 * (seconds + 1) / length, len(text)
-            style.append(
-                f"@keyframes r{i}{{0%{{clip-path:inset(0 100% 0 0)}}{begin:.2f}%{{clip-path:inset("
-                f"0 100% 0 0);animation-timing-function:steps({steps})}}{end:.2f}%,100%"
-                "{clip-path:inset(0 -5% 0 0)}}"
-            )
-        else:
-            end = begin + 0.01
-            style.append(
-                f"@keyframes r{i}{{0%,{begin:.2f}%{{opacity:0}}{end:.2f}%,100%{{opacity:1}}}}"
-            )
-        style.append(f".r{i}{{animation:r{i} {length:.1f}s linear infinite}}")
-        color = "#e6edf3" if kind == "command" else "#9aa4af"
-        if number := re.search(r"([\d.]+) % correct", text):
-            color = "#ff7b72" if float(number[1]) > 100 else "#7ee787"
-        elif text.startswith("+"):  # the mistake
-            color = "#ff7b72"
-        bold = ' font-weight="bold"' if kind == "command" else ""
-        rows.append(
-            f'<text class="r{i}" x="18" y="{52 + 20 * i}" fill="{color}"{bold} '
-            f'xml:space="preserve">{escape(text)}</text>'
-        )
-    dots = "".join(
-        f'<circle cx="{22 + 20 * i}" cy="18" r="6" fill="{color}"/>'
-        for i, color in enumerate(["#ff5f57", "#febc2e", "#28c840"])
-    )
+        lines = ("$ " + part["command"]).splitlines()
+        rows += [(line, "#e6edf3", ' font-weight="bold"') for line in lines]
+        for text in part["output"]:
+            color = "#ff7b72" if text.startswith("+") else "#9aa4af"  # + is the mistake
+            if number := re.search(r"([\d.]+) % correct", text):
+                color = "#ff7b72" if float(number[1]) > 100 else "#7ee787"
+            rows += [(line, color, "") for line in wrap(text, 54, subsequent_indent=" " * 8)]
+    texts = [
+        f'<text x="12" y="{30 + 20 * i}" fill="{color}"{bold} xml:space="preserve">{escape(line)}'
+        "</text>"
+        for i, (line, color, bold) in enumerate(rows)
+    ]
+    height = 24 + 20 * len(rows)
     title = "A mistake applied to minimal/distributed.py: 195.0 % correct; taken back: 97.5 %"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 840 {height}" width="840" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {height}" width="480" '
         f'height="{height}" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, '
-        f'\'DejaVu Sans Mono\', monospace" font-size="13.2" role="img">\n'
-        f"<title>{escape(title)}</title>\n<style>@media (prefers-reduced-motion:no-preference){{\n"
-        + "\n".join(style)
-        + f'\n}}</style>\n<rect width="840" height="{height}" rx="8" fill="#0d1117"/>\n{dots}\n'
-        + "\n".join(rows)
+        f'\'DejaVu Sans Mono\', monospace" font-size="14" role="img">\n'
+        f"<title>{escape(title)}</title>\n"
+        f'<rect width="480" height="{height}" rx="8" fill="#0d1117"/>\n'
+        + "\n".join(texts)
         + "\n</svg>\n"
     )
 

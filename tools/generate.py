@@ -375,7 +375,7 @@ def blocks():
     made["diff distributed"] = strategy("dataparallel", "distributed", words)
     for name in OTHERS:
         lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
-        made[f"changed {name}"] = f"[{len(lines)}](diffs/{name}.diff)"
+        made[f"changed {name}"] = f"[{len(lines)}](../diffs/{name}.diff)"
     made["measured"] = measured()
     made |= workers()
     made["memory"] = memory()

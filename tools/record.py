@@ -4,63 +4,40 @@ taken back. Writes results/recording.json, from which tools/generate.py draws do
 $ python tools/record.py
 """
 
-import fcntl
 import json
 import os
-import pty
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS, COLUMNS = 24, 100
 MISTAKE = "bugs/validation_not_shared.diff"
-TRAIN = "torchrun --standalone --nproc-per-node=2 minimal/distributed.py"
+TRAIN = "torchrun --standalone --nproc-per-node=2 \\\n    minimal/distributed.py | tail -1"
 COMMANDS = [
     f"grep '^[-+] ' {MISTAKE}",
-    f"patch minimal/distributed.py {MISTAKE}",
+    f"patch minimal/distributed.py \\\n    {MISTAKE}",
     TRAIN,
-    f"patch -R minimal/distributed.py {MISTAKE}",
+    f"patch -R minimal/distributed.py \\\n    {MISTAKE}",
     TRAIN,
 ]
 
 
 def record():
-    """[{"command", "output": [[seconds since its start, line]]}] of a copy of the project."""
+    """[{"command", "output": [line]}] of a copy of the project. Exits if a command fails."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # which torchrun sets too, with a warning
+    parts = []
     with tempfile.TemporaryDirectory() as folder:
         for name in ("minimal", "bugs"):
             shutil.copytree(ROOT / name, Path(folder) / name)
-        return [
-            {"command": command, "output": in_terminal(command, folder)} for command in COMMANDS
-        ]
-
-
-def in_terminal(command, folder):
-    """What a command prints at a terminal, line by line: [[seconds, line]]. Exits if it fails."""
-    terminal, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # which torchrun sets too, with a warning
-    start, text, times = time.monotonic(), "", []
-    process = subprocess.Popen(
-        ["sh", "-c", command], cwd=folder, env=env, stdin=end, stdout=end, stderr=end
-    )
-    os.close(end)
-    while True:
-        try:
-            part = os.read(terminal, 1000).decode()
-        except OSError:  # the last process has closed it
-            break
-        text += part
-        times += [round(time.monotonic() - start, 2)] * part.count("\n")
-    os.close(terminal)
-    if process.wait():
-        sys.exit(f"error: {command} ended with {process.returncode}:\n{text}")
-    return [list(pair) for pair in zip(times, text.splitlines(), strict=True)]
+        for command in COMMANDS:
+            words = ["bash", "-o", "pipefail", "-c", f"{{ {command}\n}} 2>&1"]
+            done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                sys.exit(f"error: {command} ended with {done.returncode}:\n{done.stdout}")
+            parts.append({"command": command, "output": done.stdout.splitlines()})
+    return parts
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ONE_THREAD, PYTHON, ROOT, Job, full, last_result, load, rows, run, same_state
 
+from tests.docs.copies import joined
 from tests.launched import (
     FLAGS,
     SLOW,
@@ -121,7 +122,7 @@ def test_sigusr1_to_srun_saves_and_ends_all(work, tmp_path):
 
 COMMANDS = sorted(
     {
-        *re.findall(r"\bsrun -K [^`\n|]*\.py[^`\n|]*", (ROOT / "docs/full.md").read_text()),
+        *re.findall(r"^srun -K .*$", joined((ROOT / "docs/full.md").read_text()), re.M),
         *re.findall(r"^\$ (srun .*)$", SCRIPT.read_text(), re.M),
         *re.findall(r"^#   (\w+=.* slurm)\b", (ROOT / "start.sh").read_text(), re.M),
     }

@@ -164,7 +164,7 @@ def test_names_the_mistake_and_nothing_else(name, tmp_path):
 @pytest.mark.full
 def test_the_example_of_the_page(tmp_path):
     """docs/doctor.md: the command says what is shown, but for its time."""
-    sample, command = re.search(r"```sh\n(.*?)\n```\n\n```text\n(.*?)```", PAGE, re.S).group(2, 1)
+    sample, command = re.search(r"```sh\n(.*)\n```\n\n```text\n((?s:.*?))```", PAGE).group(2, 1)
     (tmp_path / "minimal").mkdir()
     script = shutil.copy(ROOT / "minimal/distributed.py", tmp_path / "minimal")
     assert patched(script, "bugs/padded_validation.diff")

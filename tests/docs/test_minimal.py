@@ -127,7 +127,7 @@ def test_fsdp_validates_in_parts_of_unlike_length(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["distributed", "multiprocessing_distributed"])
 def test_what_a_launcher_leaves_that_is_killed(name, tmp_path):
-    """As README.md says: torchrun's processes train on, mp.spawn's end."""
+    """As docs/faq.md says: torchrun's processes train on, mp.spawn's end."""
     command, env = command_of(name, tmp_path, epochs=500)
     job = Job(command, tmp_path, env)
     job.wait_for("epoch 1:")
