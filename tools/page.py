@@ -35,6 +35,15 @@ BELONG = {
 }
 # The starts with the processes of minimal/distributed.py, which the mistakes are diffs against.
 LIKE_TORCHRUN = ["torchrun", "spawn", "slurm", "apex"]
+# Here nothing above has said who the doctor is.
+DOCTOR = {
+    "en": (
+        r"^\*\*Doctor\*\*: (yes|no)",
+        lambda found: "**Does [doctor.py](doctor.md), which checks scripts, find it?** "
+        + found[1].capitalize(),
+    ),
+    "zh": (r"^\*\*医生\*\*：", "**[检查脚本 doctor.py](doctor.zh-CN.md)**："),
+}
 
 NODES = "torchrun --nnodes=2 --node-rank={} --nproc-per-node=4 --master-addr=HOST $file"
 DOCKER = 'docker run --gpus all --ipc=host -v "$PWD:/work"$images -w /work IMAGE '
@@ -54,6 +63,7 @@ def mistakes(diffs):
     found = {}
     for language, ending in LANGUAGES.items():
         page = re.sub(r"\]\(#", f"](bugs{ending}.md#", read(f"docs/bugs{ending}.md"))
+        page = re.sub(*DOCTOR[language], page, flags=re.M)
         signs = {}
         tables = r"^\*\*(.+)\*\*\n\n.*\n\|---\|---\|\n((?:\|.*\n)+)"
         for group, rows in re.findall(tables, page, re.M):
