@@ -85,28 +85,46 @@ def test_its_scripts_are_those_of_compose(page):
 
 @needs_chromium
 def test_copies_downloads_and_links(page, tmp_path):
-    """What is shown; the link brings the choice back, and a click changes it."""
+    """What is shown; the link brings the choice and the language back, and a click changes it."""
     opened(page, "slurm", "images", ["resume", "amp"])
     text = compose.script("slurm", "images", ["amp", "resume"])
     assert page.evaluate(SHOWN) == text
-    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
-    click(page, "#copy")
-    assert page.evaluate("copied") == text
-    click(page, "#share")
-    assert page.evaluate("copied").endswith("#start=slurm&data=images&with=amp,resume")
-    click(page, "#copy-command")
-    (two_nodes,) = commands_of(text)
-    assert page.evaluate("copied") == two_nodes.replace("-N2", "-N1") + "\n"
     page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    click(page, "#download")
-    until = time.monotonic() + 30
-    while not (tmp_path / "train.py").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert (tmp_path / "train.py").read_text() == text
+
+    def copied(selector):
+        page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+        click(page, selector)
+        return page.evaluate("copied")
+
+    def downloaded(selector, name):
+        click(page, selector)
+        until = time.monotonic() + 30
+        while not (tmp_path / name).exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        return (tmp_path / name).read_text()
+
+    assert copied("#copy") == downloaded("#download", "train.py") == text
+    (two_nodes,) = commands_of(text)
+    assert copied("#command [data-copy]") == two_nodes.replace("-N2", "-N1") + "\n"
 
     click(page, "[value=amp]")
     assert page.evaluate(SHOWN) == compose.script("slurm", "images", ["resume"])
-    assert page.evaluate("location.hash") == "#start=slurm&data=images&with=resume"
+    click(page, "#language")
+    address = copied("#share")
+    assert address.endswith("#start=slurm&data=images&with=resume&lang=zh")
+    page.evaluate("localStorage.clear()")
+    page.open(address)
+    assert page.evaluate("document.documentElement.lang") == "zh-CN"
+
+    opened(page, "torchrun")  # a command for each node, and one for the file that it names
+    click(page, "#place-nodes")
+    nodes = [copied(f".command:nth-child({i}) [data-copy]") for i in (1, 2)]
+    assert nodes == [source.NODES.format(i).replace("$file", "train.py") + "\n" for i in (0, 1)]
+    click(page, "#place-kubernetes")
+    assert copied(".command:last-child [data-copy]") == "kubectl apply -f train.yaml\n"
+    file = source.kubernetes().replace("$file", "train.py") + "\n"
+    button = "#command [data-download]"
+    assert copied("#command [data-copy]") == downloaded(button, "train.yaml") == file
 
 
 @needs_chromium
@@ -128,6 +146,47 @@ def test_the_lines_of_the_last_choice_are_marked(page):
     before = compose.script("torchrun", features=["loss"], made="").splitlines(keepends=True)
     after = compose.script("torchrun", features=["loss", "f1"], made="").splitlines(keepends=True)
     assert page.evaluate(lines) == [line for line in after if line not in before and line.strip()]
+
+
+# The numbers of the lines that the reader is at, and whether the first of them is in view.
+AT = """(() => {
+    const lines = [...document.querySelectorAll(".l.at")], box = lines[0].getBoundingClientRect();
+    const seen = document.elementFromPoint(box.left + 50, box.top + 5);
+    return lines[0].contains(seen) && lines.map((line) => +line.dataset.n);
+})()"""
+FRAME = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", [(1440, 900), (820, 700)])
+def test_next_change_goes_on_from_where_the_reader_is(page, size):
+    """Down the script, and round; on a narrow page a button leads to the first change."""
+    page.look(*size)
+    opened(page, "torchrun", features=["amp"])
+    page.evaluate("scrollTo(0, 0)")
+    click(page, "[value=resume]")
+    page.evaluate(FRAME)
+    jump = "document.querySelector('#jump').checkVisibility()"
+    assert page.evaluate(jump) == (size[0] < 1180)
+    if size[0] < 1180:
+        click(page, "#jump")
+        page.evaluate(FRAME)
+        assert not page.evaluate(jump)
+    news = page.evaluate("[...document.querySelectorAll('.l.new')].map(line => +line.dataset.n)")
+    blocks = []
+    for number in news:
+        if number - 1 not in news:
+            blocks.append([])
+        blocks[-1].append(number)
+    at = page.evaluate(AT)
+    assert at in blocks
+    order = blocks[blocks.index(at) + 1 :] + blocks[: blocks.index(at) + 1]
+    for block in order:
+        click(page, "#next")
+        assert page.evaluate(AT) == block
+    page.evaluate("document.querySelector('.l').scrollIntoView()")  # he goes up by himself
+    click(page, "#next")
+    assert page.evaluate(AT) == blocks[0]
 
 
 @needs_chromium
@@ -178,13 +237,23 @@ def test_a_mistake_is_applied_by_a_click_and_taken_back(page):
 
 
 STOPS = """[...document.querySelectorAll('a[href], button, input, summary, [tabindex="0"]')]
-    .filter(e => e.checkVisibility() && !e.classList.contains("skip"))
+    .filter(e => e.checkVisibility() && !e.matches('.skip, [tabindex="-1"]'))
     .filter(e => e.type !== "radio" || e.checked)"""
+# Whether the focus is in view, and nothing lies over it.
+IN_VIEW = """(() => {
+    const e = document.activeElement, box = e.getBoundingClientRect();
+    const middle = (from, to, most) => (Math.max(from, 0) + Math.min(to, most)) / 2;
+    const x = middle(box.left, box.right, innerWidth), y = middle(box.top, box.bottom, innerHeight);
+    const on = document.elementFromPoint(x, y);
+    return e.contains(on) || e.closest("label")?.contains(on) || e.outerHTML.slice(0, 200);
+})()"""
 
 
 @needs_chromium
-def test_everything_is_reached_by_the_keyboard(page):
-    """Tab stops at each control once, in order; a group of radio buttons is one stop."""
+@pytest.mark.parametrize("size", [(390, 844), (820, 700), (1366, 600)])
+def test_everything_is_reached_by_the_keyboard(page, size):
+    """Tab stops at each control once, in order; a group of radio buttons or of tabs is one stop."""
+    page.look(*size)
     opened(page, "torchrun", features=["amp"])
     count = page.evaluate(f"window.stops = {STOPS}; stops.length")
     page.press("Tab")  # the link to the script, which shows itself
@@ -192,20 +261,92 @@ def test_everything_is_reached_by_the_keyboard(page):
     reached = []
     for _ in range(count):
         page.press("Tab")
+        page.evaluate(FRAME)
+        assert page.evaluate(IN_VIEW) is True
         reached.append(page.evaluate("stops.indexOf(document.activeElement)"))
+        page.evaluate("window.stops = stops.map(e => e.isConnected ? e : null)")
     assert reached == [*range(count)]
 
     page.evaluate("document.querySelector('[value=torchrun]').focus()")
     page.press("ArrowDown")
     assert page.evaluate(SHOWN) == compose.script("spawn", features=["amp"])
-    for key, text, selector in ((" ", " ", "[value=f1]"), ("Enter", "\r", "#tab-mistakes")):
-        page.evaluate(f"document.querySelector('{selector}').focus()")
-        page.press(key, text)
+    page.evaluate("document.querySelector('[value=f1]').focus()")
+    page.press(" ", " ")
     assert page.evaluate(SHOWN) == compose.script("spawn", features=["amp", "f1"])
-    assert page.evaluate("document.activeElement.ariaSelected") == "true"
+
+    focus = "document.activeElement.id"
+    for tabs in (["place-one", "place-nodes", "place-kubernetes"], ["tab-reasons", "tab-mistakes"]):
+        page.evaluate(f"document.querySelector('#{tabs[0]}').focus()")
+        keys = [("ArrowRight", 1), ("End", -1), ("ArrowRight", 0), ("ArrowLeft", -1), ("Home", 0)]
+        for key, reached in [*keys, ("End", -1)]:
+            page.press(key)
+            assert page.evaluate(focus) == tabs[reached], key
+            assert page.evaluate("document.activeElement.ariaSelected") == "true"
     page.press("Tab")
-    page.press("Enter", "\r")  # the first mistake of the list
-    assert page.evaluate("document.querySelectorAll('.found').length") == 1
+    page.evaluate("[...document.querySelectorAll('.row.fits')].at(-1).focus()")
+    for found in (1, 0):
+        page.press("Enter", "\r")  # the last mistake; then the button that takes it out
+        page.evaluate(FRAME)
+        assert page.evaluate("document.querySelectorAll('.found').length") == found
+        assert page.evaluate(IN_VIEW) is True
+        page.evaluate("document.querySelector('.found .act')?.focus()")
+
+
+# The texts that stand out too little from what is behind them: less than 4.5 to 1.
+PALE = """(() => {
+    const options = { willReadFrequently: true };
+    const pen = new OffscreenCanvas(1, 1).getContext("2d", options);
+    function light(colours) {
+        for (pen.fillStyle of colours) pen.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data]
+            .map(v => v <= 10 ? v / 3294.6 : ((v / 255 + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b + .05;
+    }
+    const pale = [];
+    for (const e of document.querySelectorAll("body *")) {
+        const texts = [...e.childNodes].some(n => n.nodeType === Node.TEXT_NODE && n.data.trim());
+        if (!e.checkVisibility() || !(texts || e.matches(".l"))) continue;
+        const behind = [];
+        for (let a = e; a; a = a.parentElement) behind.unshift(getComputedStyle(a).backgroundColor);
+        for (const style of [getComputedStyle(e), getComputedStyle(e, "::before")]) {
+            const color = style.color.replace("rgb(", "rgba(").replace(")", `, ${style.opacity})`);
+            const [a, b] = [light(behind), light([...behind, color])];
+            if (Math.max(a, b) / Math.min(a, b) < 4.5) pale.push(e.outerHTML.slice(0, 200));
+        }
+    }
+    return pale;
+})()"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_texts_stand_out(page, dark):
+    page.look(1440, 900, dark=dark)
+    for start, place in (("torchrun", "nodes"), ("apex", "kubernetes")):
+        opened(page, start, features=["weighted", "resume"])
+        click(page, f"#place-{place}")
+        assert page.evaluate(PALE) == []
+    opened(page, "torchrun", mistake="no_set_epoch")
+    assert page.evaluate(PALE) == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", [(1440, 900), (1366, 768), (820, 700)])
+def test_no_feature_hides(page, size):
+    """All are in view, or words say how many follow, and lead there."""
+    page.look(*size)
+    opened(page, "torchrun")
+    page.evaluate("scrollTo(0, 150)")
+    edge = "document.querySelector('#choices').getBoundingClientRect().bottom"
+    seen = f"""[...document.querySelectorAll('.check')]
+        .filter(row => row.getBoundingClientRect().bottom <= {edge}).length"""
+    more = "document.querySelector('#more button')"
+    assert (page.evaluate(seen) == len(FEATURES)) == (size == (1440, 900))
+    while page.evaluate(f"{more}.checkVisibility()"):
+        hidden = len(FEATURES) - page.evaluate(seen)
+        assert hidden <= int(page.evaluate(f"parseInt({more}.textContent)")) <= hidden + 2
+        page.evaluate(f"{more}.click(); {FRAME}")
+    assert page.evaluate(seen) == len(FEATURES)
 
 
 # What is wider than its place, or than the screen, and does not scroll.
