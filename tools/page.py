@@ -39,10 +39,12 @@ LIKE_TORCHRUN = ["torchrun", "spawn", "slurm", "apex"]
 DOCTOR = {
     "en": (
         r"^\*\*Doctor\*\*: (yes|no)",
-        lambda found: "**Does [doctor.py](doctor.md), which checks scripts, find it?** "
-        + found[1].capitalize(),
+        lambda found: (
+            "**Does [doctor.py](doctor.md), which checks scripts, find it?** "
+            + found[1].capitalize()
+        ),
     ),
-    "zh": (r"^\*\*医生\*\*：", "**[检查脚本 doctor.py](doctor.zh-CN.md)**："),
+    "zh": (r"^\*\*医生\*\*", "**[检查脚本 doctor.py](doctor.zh-CN.md)**"),
 }
 
 NODES = "torchrun --nnodes=2 --node-rank={} --nproc-per-node=4 --master-addr=HOST $file"
