@@ -109,7 +109,8 @@ class Browser:
 
     def press(self, key, text=""):
         """Presses a key, such as Tab; text: what it writes."""
-        codes = {"Tab": 9, "Enter": 13, " ": 32, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {"Tab": 9, "Enter": 13, " ": 32, "End": 35, "Home": 36}
+        codes |= {"ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
         code = dict(key=key, code="Space" if key == " " else key, windowsVirtualKeyCode=codes[key])
         down = dict(text=text) if text else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **code, **down)

@@ -57,7 +57,8 @@ class Run(NamedTuple):
         return any(self.codes)
 
     def waited_in_vain(self):
-        return self.failed("Timed out waiting 10000ms")
+        # gloo names the limit, or says only that it closed the connection for it.
+        return self.failed("Timed out waiting 10000ms|Application timeout caused")
 
     def accuracies(self):
         """What was printed after each epoch; nothing else was."""
@@ -303,10 +304,10 @@ MISTAKES = {
         mended=(f"{DEEP}model(", f"{DEEP}net("),
     ),
     "uneven_parts": mistake(
-        lambda run: run.failed("mismatch|Timed out|by peer"), LIMIT, THREE, ranks=3
+        lambda run: run.failed("mismatch|Timed out|timeout|by peer"), LIMIT, THREE, ranks=3
     ),
     "branch_on_data": mistake(
-        lambda run: run.failed("mismatch|Timed out"), LIMIT, mended=(NINE, ANY)
+        lambda run: run.failed("mismatch|Timed out|timeout"), LIMIT, mended=(NINE, ANY)
     ),
     "rank_0_prepares": mistake(
         Run.waited_in_vain,

@@ -85,50 +85,46 @@ def test_its_scripts_are_those_of_compose(page):
 
 @needs_chromium
 def test_copies_downloads_and_links(page, tmp_path):
-    """What is shown; the link brings the choice back, and a click changes it."""
+    """What is shown; the link brings the choice and the language back, and a click changes it."""
     opened(page, "slurm", "images", ["resume", "amp"])
     text = compose.script("slurm", "images", ["amp", "resume"])
     assert page.evaluate(SHOWN) == text
-    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
-    click(page, "#copy")
-    assert page.evaluate("copied") == text
-    click(page, "#share")
-    assert page.evaluate("copied").endswith("#start=slurm&data=images&with=amp,resume&lang=en")
-    click(page, "#command button")
-    (two_nodes,) = commands_of(text)
-    assert page.evaluate("copied") == two_nodes.replace("-N2", "-N1") + "\n"
     page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    click(page, "#download")
-    assert downloaded(tmp_path / "train.py") == text
+
+    def copied(selector):
+        page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+        click(page, selector)
+        return page.evaluate("copied")
+
+    def downloaded(selector, name):
+        click(page, selector)
+        until = time.monotonic() + 30
+        while not (tmp_path / name).exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        return (tmp_path / name).read_text()
+
+    assert copied("#copy") == downloaded("#download", "train.py") == text
+    (two_nodes,) = commands_of(text)
+    assert copied("#command [data-copy]") == two_nodes.replace("-N2", "-N1") + "\n"
 
     click(page, "[value=amp]")
     assert page.evaluate(SHOWN) == compose.script("slurm", "images", ["resume"])
-    assert page.evaluate("location.hash") == "#start=slurm&data=images&with=resume"
-    opened(page, "slurm", lang="zh")
+    click(page, "#language")
+    address = copied("#share")
+    assert address.endswith("#start=slurm&data=images&with=resume&lang=zh")
+    page.evaluate("localStorage.clear()")
+    page.open(address)
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
 
-
-def downloaded(path):
-    until = time.monotonic() + 30
-    while not path.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    return path.read_text()
-
-
-@needs_chromium
-def test_each_node_has_a_command_to_copy(page, tmp_path):
-    """And the pods have a file."""
-    opened(page, "torchrun")
+    opened(page, "torchrun")  # a command for each node, and one for the file that it names
     click(page, "#place-nodes")
-    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
-    for rank in (0, 1):
-        click(page, f"#command div:nth-child({rank + 1}) button")
-        assert page.evaluate("copied") == source.NODES.format(rank).replace("$file", "train.py\n")
+    nodes = [copied(f".command:nth-child({i}) [data-copy]") for i in (1, 2)]
+    assert nodes == [source.NODES.format(i).replace("$file", "train.py") + "\n" for i in (0, 1)]
     click(page, "#place-kubernetes")
-    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    click(page, "[data-file]")
-    job = source.kubernetes().replace("$file", "train.py")
-    assert downloaded(tmp_path / "train.yaml") == job + "\n"
+    assert copied(".command:last-child [data-copy]") == "kubectl apply -f train.yaml\n"
+    file = source.kubernetes().replace("$file", "train.py") + "\n"
+    button = "#command [data-download]"
+    assert copied("#command [data-copy]") == downloaded(button, "train.yaml") == file
 
 
 @needs_chromium
@@ -151,13 +147,46 @@ def test_the_lines_of_the_last_choice_are_marked(page):
     after = compose.script("torchrun", features=["loss", "f1"], made="").splitlines(keepends=True)
     assert page.evaluate(lines) == [line for line in after if line not in before and line.strip()]
 
-    opened(page, "torchrun", features=["amp"])  # its marks, from the first in main() downwards
-    visited = []
-    for _ in range(page.evaluate("blocks().length")):
-        visited.append(page.evaluate("Number(state.at.dataset.n)"))
+
+# The numbers of the lines that the reader is at, and whether the first of them is in view.
+AT = """(() => {
+    const lines = [...document.querySelectorAll(".l.at")], box = lines[0].getBoundingClientRect();
+    const seen = document.elementFromPoint(box.left + 50, box.top + 5);
+    return lines[0].contains(seen) && lines.map((line) => +line.dataset.n);
+})()"""
+FRAME = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", [(1440, 900), (820, 700)])
+def test_next_change_goes_on_from_where_the_reader_is(page, size):
+    """Down the script, and round; on a narrow page a button leads to the first change."""
+    page.look(*size)
+    opened(page, "torchrun", features=["amp"])
+    page.evaluate("scrollTo(0, 0)")
+    click(page, "[value=resume]")
+    page.evaluate(FRAME)
+    jump = "document.querySelector('#jump').checkVisibility()"
+    assert page.evaluate(jump) == (size[0] < 1180)
+    if size[0] < 1180:
+        click(page, "#jump")
+        page.evaluate(FRAME)
+        assert not page.evaluate(jump)
+    news = page.evaluate("[...document.querySelectorAll('.l.new')].map(line => +line.dataset.n)")
+    blocks = []
+    for number in news:
+        if number - 1 not in news:
+            blocks.append([])
+        blocks[-1].append(number)
+    at = page.evaluate(AT)
+    assert at in blocks
+    order = blocks[blocks.index(at) + 1 :] + blocks[: blocks.index(at) + 1]
+    for block in order:
         click(page, "#next")
-    turn = visited.index(min(visited))
-    assert visited[turn:] + visited[:turn] == sorted(visited) and turn == len(visited) - 1 > 2
+        assert page.evaluate(AT) == block
+    page.evaluate("document.querySelector('.l').scrollIntoView()")  # he goes up by himself
+    click(page, "#next")
+    assert page.evaluate(AT) == blocks[0]
 
 
 @needs_chromium
@@ -207,30 +236,37 @@ def test_a_mistake_is_applied_by_a_click_and_taken_back(page):
     assert "+            scaler.step(optimizer)\n" in diff
 
 
+# Without #jump, which goes when the changed lines come into view.
 STOPS = """[...document.querySelectorAll('a[href], button, input, summary, [tabindex="0"]')]
-    .filter(e => e.checkVisibility() && !e.classList.contains("skip"))
-    .filter(e => e.type !== "radio" || e.checked).filter(e => e.tabIndex >= 0)"""
-
-
+    .filter(e => e.checkVisibility() && !e.matches('.skip, #jump, [tabindex="-1"]'))
+    .filter(e => e.type !== "radio" || e.checked)"""
+# Whether the focus is in view, and nothing lies over it.
 IN_VIEW = """(() => {
-    const box = document.activeElement.getBoundingClientRect();
-    return box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth;
+    const e = document.activeElement, box = e.getBoundingClientRect();
+    const middle = (from, to, most) => (Math.max(from, 0) + Math.min(to, most)) / 2;
+    const x = middle(box.left, box.right, innerWidth), y = middle(box.top, box.bottom, innerHeight);
+    const on = document.elementFromPoint(x, y);
+    return e.contains(on) || e.closest("label")?.contains(on) || e.outerHTML.slice(0, 200);
 })()"""
 
 
 @needs_chromium
-def test_everything_is_reached_by_the_keyboard(page):
-    """Tab stops at each control once, in order; radio buttons and tabs are one stop together."""
+@pytest.mark.parametrize("size", [(390, 844), (820, 700), (1366, 600)])
+def test_everything_is_reached_by_the_keyboard(page, size):
+    """Tab stops at each control once, in order; a group of radio buttons or of tabs is one stop."""
+    page.look(*size)
     opened(page, "torchrun", features=["amp"])
     count = page.evaluate(f"window.stops = {STOPS}; stops.length")
     page.press("Tab")  # the link to the script, which shows itself
     assert page.evaluate("document.activeElement.className") == "skip"
-    reached, seen = [], []
+    reached = []
     for _ in range(count):
         page.press("Tab")
+        page.evaluate(FRAME)
+        assert page.evaluate(IN_VIEW) is True
         reached.append(page.evaluate("stops.indexOf(document.activeElement)"))
-        seen.append(page.evaluate(IN_VIEW))
-    assert reached == [*range(count)] and all(seen)
+        page.evaluate("window.stops = stops.map(e => e.isConnected ? e : null)")
+    assert reached == [*range(count)]
 
     page.evaluate("document.querySelector('[value=torchrun]').focus()")
     page.press("ArrowDown")
@@ -238,46 +274,92 @@ def test_everything_is_reached_by_the_keyboard(page):
     page.evaluate("document.querySelector('[value=f1]').focus()")
     page.press(" ", " ")
     assert page.evaluate(SHOWN) == compose.script("spawn", features=["amp", "f1"])
-    page.evaluate("document.querySelector('#tab-reasons').focus()")
-    page.press("ArrowRight")
-    assert page.evaluate("document.activeElement.id") == "tab-mistakes"
-    assert page.evaluate("document.activeElement.ariaSelected") == "true"
+
+    focus = "document.activeElement.id"
+    for tabs in (["place-one", "place-nodes", "place-kubernetes"], ["tab-reasons", "tab-mistakes"]):
+        page.evaluate(f"document.querySelector('#{tabs[0]}').focus()")
+        keys = [("ArrowRight", 1), ("End", -1), ("ArrowRight", 0), ("ArrowLeft", -1), ("Home", 0)]
+        for key, reached in [*keys, ("End", -1)]:
+            page.press(key)
+            assert page.evaluate(focus) == tabs[reached], key
+            assert page.evaluate("document.activeElement.ariaSelected") == "true"
     page.press("Tab")
-    page.press("Enter", "\r")  # the first mistake of the list
-    assert page.evaluate("document.querySelectorAll('.found').length") == 1
+    page.evaluate("[...document.querySelectorAll('.row.fits')].at(-1).focus()")
+    for found in (1, 0):
+        page.press("Enter", "\r")  # the last mistake; then the button that takes it out
+        page.evaluate(FRAME)
+        assert page.evaluate("document.querySelectorAll('.found').length") == found
+        assert page.evaluate(IN_VIEW) is True
+        page.evaluate("document.querySelector('.found .act')?.focus()")
 
 
-# Texts that are hard to read: the contrast of their colours is below 4.5 (WCAG 2.2, AA).
-FAINT = """(() => {
-    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const over = (colours) => {
-        canvas.clearRect(0, 0, 1, 1);
-        for (const colour of colours) canvas.fillStyle = colour, canvas.fillRect(0, 0, 1, 1);
-        const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(x => x / 255)
-            .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    return [...document.querySelectorAll("body *")].filter(e => {
-        if (!e.checkVisibility() || e.closest(".hidden, .skip")) return false;
-        if (![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim())) return false;
-        const grounds = [];
-        for (let up = e; up; up = up.parentElement)
-            grounds.unshift(getComputedStyle(up).backgroundColor);
-        const light = [over([...grounds, getComputedStyle(e).color]), over(grounds)];
-        return (Math.max(...light) + 0.05) / (Math.min(...light) + 0.05) < 4.5;
-    }).map(e => e.outerHTML.slice(0, 150));
+# The texts that stand out too little from what is behind them: less than 4.5 to 1.
+PALE = """(() => {
+    const options = { willReadFrequently: true };
+    const pen = new OffscreenCanvas(1, 1).getContext("2d", options);
+    function light(colours) {
+        for (pen.fillStyle of colours) pen.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data]
+            .map(v => v <= 10 ? v / 3294.6 : ((v / 255 + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b + .05;
+    }
+    const pale = [];
+    for (const e of document.querySelectorAll("body *")) {
+        const texts = [...e.childNodes].some(n => n.nodeType === Node.TEXT_NODE && n.data.trim());
+        if (!e.checkVisibility() || !(texts || e.matches(".l"))) continue;
+        const behind = [];
+        for (let a = e; a; a = a.parentElement) behind.unshift(getComputedStyle(a).backgroundColor);
+        for (const style of [getComputedStyle(e), getComputedStyle(e, "::before")]) {
+            const color = style.color.replace("rgb(", "rgba(").replace(")", `, ${style.opacity})`);
+            const [a, b] = [light(behind), light([...behind, color])];
+            if (Math.max(a, b) / Math.min(a, b) < 4.5) pale.push(e.outerHTML.slice(0, 200));
+        }
+    }
+    return pale;
 })()"""
 
 
 @needs_chromium
+def test_long_lines_wrap_when_asked_and_stay_so(page):
+    page.look(390, 844)
+    opened(page, "torchrun")
+    wide = "(e => e.scrollWidth > e.clientWidth)(document.querySelector('#code'))"
+    assert page.evaluate(wide)
+    click(page, "#wrap")
+    opened(page, "torchrun")
+    assert not page.evaluate(wide)
+    assert page.evaluate(SHOWN) == compose.script("torchrun")
+
+
+@needs_chromium
 @pytest.mark.parametrize("dark", [False, True])
-def test_all_text_can_be_read(page, dark):
+def test_all_texts_stand_out(page, dark):
     page.look(1440, 900, dark=dark)
-    opened(page, "torchrun", features=["amp", "f1"])
-    assert page.evaluate(FAINT) == []
-    click(page, "#tab-mistakes")
-    click(page, "[data-mistake=no_set_epoch]")
-    assert page.evaluate(FAINT) == []
+    for start, place in (("torchrun", "nodes"), ("apex", "kubernetes")):
+        opened(page, start, features=["weighted", "resume"])
+        click(page, f"#place-{place}")
+        assert page.evaluate(PALE) == []
+    opened(page, "torchrun", mistake="no_set_epoch")
+    assert page.evaluate(PALE) == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", [(1440, 900), (1366, 768), (820, 700)])
+def test_no_feature_hides(page, size):
+    """All are in view, or words say how many follow, and lead there."""
+    page.look(*size)
+    opened(page, "torchrun")
+    page.evaluate("scrollTo(0, 150)")
+    edge = "document.querySelector('#choices').getBoundingClientRect().bottom"
+    seen = f"""[...document.querySelectorAll('.check')]
+        .filter(row => row.getBoundingClientRect().bottom <= {edge}).length"""
+    more = "document.querySelector('#more button')"
+    assert (page.evaluate(seen) == len(FEATURES)) == (size == (1440, 900))
+    while page.evaluate(f"{more}.checkVisibility()"):
+        hidden = len(FEATURES) - page.evaluate(seen)
+        assert hidden <= int(page.evaluate(f"parseInt({more}.textContent)")) <= hidden + 2
+        page.evaluate(f"{more}.click(); {FRAME}")
+    assert page.evaluate(seen) == len(FEATURES)
 
 
 # What is wider than its place, or than the screen, and does not scroll.
