@@ -1,6 +1,7 @@
 """The ranks that torchrun sets, or plain python's."""
 
 import os
+import socket
 
 from common.device import end_with_parent
 
@@ -20,8 +21,9 @@ def complete_environment():
     """Set the variables of a group of one process if none of them is set.
 
     Below torchrun, let this process end with it. Raises ValueError when only some are set, when
-    mpirun or srun has started several processes, each of which would train alone, and when a rank
-    is not a number below the number of processes: the others would wait for it in vain.
+    torchrun has ended, when mpirun or srun has started several processes, each of which would train
+    alone, and when a rank is not a number below the number of processes: the others would wait for
+    it in vain.
     """
     missing = [name for name in GROUP_OF_ONE if name not in os.environ]
     if len(missing) == len(GROUP_OF_ONE):
@@ -39,8 +41,22 @@ def complete_environment():
             raise ValueError(f"{values}: ranks count from 0, so {rank} must be below {size}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # torchrun killed by SIGKILL would leave its workers training
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not store_answers():
+            raise ValueError("torchrun has ended")  # during our imports, before that line
     # torchrun's store keeps the addresses of processes that a restart has ended.
     shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and shared and os.environ["RANK"] == "0":
         tell("warning: a restart may fail: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+
+
+def store_answers():
+    """Whether torchrun's store is there. It was, before torchrun started this process."""
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # a slow network, or one that is wrong: init_process_group says which
+        pass
+    return True

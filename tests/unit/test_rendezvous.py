@@ -1,6 +1,7 @@
 """What the environment must say of the processes of a launch."""
 
 import os
+import socket
 
 import pytest
 from conftest import without_launchers
@@ -55,3 +56,16 @@ def test_restarts_that_may_fail(more, warned, monkeypatch, capsys):
     complete_environment()
     line = "warning: a restart may fail: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun\n"
     assert capsys.readouterr().out == line * warned
+
+
+def test_torchrun_that_was_killed_during_the_imports(monkeypatch):
+    """Its store is gone with it: its workers would wait for each other there."""
+    monkeypatch.setattr("longrun.rendezvous.end_with_parent", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = str(store.getsockname()[1])
+        group = ALONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        group |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        monkeypatch.setattr(os, "environ", without_launchers(os.environ) | group)
+        complete_environment()
+    with pytest.raises(ValueError, match="torchrun has ended"):
+        complete_environment()
