@@ -42,7 +42,7 @@ def complete_environment():
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # torchrun killed by SIGKILL would leave its workers training
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not store_answers():
-            raise ValueError("torchrun has ended")  # during our imports, before that line
+            raise ValueError("torchrun has ended: start it again")  # killed during our imports
     # torchrun's store keeps the addresses of processes that a restart has ended.
     shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

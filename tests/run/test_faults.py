@@ -103,6 +103,6 @@ def test_many_kills(work, tmp_path):
             launcher, training, workers = processes(job)
             if job.process.poll() is None:
                 os.kill(random.choice([launcher, *training, *workers]), signal.SIGKILL)
-            job.wait(200)  # torchrun's orphans wait for 30 s before they end
+            job.wait(200)
         resume(name, folder, work)
         same_run(folder, straight(name, work))
