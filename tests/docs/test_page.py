@@ -1,6 +1,7 @@
 """docs/index.html in a real Chromium: what it shows is what compose.py prints, on every screen."""
 
 import io
+import itertools
 import json
 import os
 import random
@@ -456,3 +457,26 @@ def test_its_commands_start_what_they_say():
     _, theirs = yaml.safe_load_all((ROOT / "docs/kubernetes.yaml").read_text())
     (theirs,) = theirs["spec"]["template"]["spec"]["containers"]
     assert container["command"] == [*theirs["command"][:5], "$file"]
+
+
+# ---- The figures
+
+
+@needs_chromium
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/*.svg")), ids=lambda path: path.name)
+def test_no_words_of_a_figure_are_cut_or_written_over_each_other(browser, path):
+    browser.open(path.as_uri())
+    boxes = browser.evaluate(
+        "[...document.querySelectorAll('text')].map(text => {"
+        "const box = text.getBBox();"
+        "return [text.textContent, box.x, box.y, box.x + box.width, box.y + box.height]})"
+    )
+    wide, high = map(float, re.search('viewBox="0 0 ([0-9]+) ([0-9]+)"', path.read_text()).groups())
+    cut = [box for box in boxes if min(box[1:3]) < 3 or box[3] > wide - 3 or box[4] > high - 3]
+    over = [
+        (one[0], other[0])
+        for one, other in itertools.combinations(boxes, 2)
+        if min(one[3], other[3]) - max(one[1], other[1]) > 2
+        and min(one[4], other[4]) - max(one[2], other[2]) > 4
+    ]
+    assert boxes and cut == over == []
