@@ -10,6 +10,7 @@ file that needs nothing but torch.
 
 import argparse
 import atexit
+import builtins
 import collections
 import contextlib
 import fcntl
@@ -80,6 +81,7 @@ def install():
     wrap_training(torch)
     wrap_loaders(torch.utils.data)
     wrap_files(torch)
+    wrap(builtins, "print", before=percent)
 
 
 WITHOUT_GPUS = """set_device empty_cache synchronize current_device memory_allocated
@@ -518,6 +520,13 @@ def wrap_files(torch):
     wrap(os, "unlink", before=remove)
 
 
+def percent(*words, **_):
+    """Note a printed accuracy that no part of all can have."""
+    said = " ".join(word for word in words if isinstance(word, str))
+    if any(float(number) > 100 for number in re.findall(r"(\d+\.?\d*) ?%", said)):
+        note("above 100 %")
+
+
 MOVE, ASIDE = os.replace, ".before-the-doctor"
 SAVED = set()  # files that this process has saved
 
@@ -888,8 +897,13 @@ def one_part(row, run):
         return row[0]["line"], "each process validates a part, and nothing is added up"
 
 
+def counted_twice(row, run):
+    """every-process-validates-all-images: certain where the script prints more than 100 %"""
+    return all_validated(row, run) if noted(run, "above 100 %") else None
+
+
 def all_validated(row, run):
-    """every-process-validates-all-images: a hint, for a mean of the same numbers is right"""
+    """every-process-validates-all-images: else a hint, for a mean of the same numbers is right"""
     if row[0]["whole"] and not differ(row, "items") and added_up(row[0], run[0]):
         text = f"each process validates all {len(row[0]['items'])} items: a sum counts them"
         return row[0]["made"], f"{text} {len(run)} times"
@@ -1125,7 +1139,7 @@ def epoch_repeated(run, again):
 # the whole run.
 MISTAKES = {
     "trained": [reads_the_stream, rank_in_sampler, same_order],
-    "validated": [own_split, padded],
+    "validated": [own_split, padded, counted_twice],
     "apart": [*CAUSES, weights_differ],
     "plateau": [own_decision],
     "rank 0: gradient": [reduced_loss],
@@ -1192,50 +1206,65 @@ def findings(groups, alone=None, again=None):
 def tell(groups, found, code, seconds, compared=(), file=None):
     """Print the report, and write it to a file as JSON; returns the exit code.
 
-    code: the launcher's; compared: what other runs have shown.
+    It is 1 for a mistake or a script that fails, 2 where there was nothing to look at. code: the
+    launcher's; compared: what other runs have shown.
     """
+    run = groups[0]
+    print()
+    failed = []
+    for rank, end in ((rank, end) for group in groups for rank, end in enumerate(ends(group))):
+        if end["error"]:
+            failed.append(f"{end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
+            print("", failed[-1])
+    # gloo may abort while Python ends: that is not the script's.
+    well = not code or (
+        bool(run) and all(end["error"] == "" for group in groups for end in ends(group))
+    )
+    if not well:
+        print(f" it ended with exit code {code}: what it did not come to was not looked at")
+    unseen = not_seen(run)
+    if unseen:
+        print(f" {unseen}")
     mistakes = [one for one in found if one[0]]
-    print(f"\n mistakes: {len(mistakes)}, hints: {len(found) - len(mistakes)}")
+    print(f" mistakes: {len(mistakes)}, hints: {len(found) - len(mistakes)}")
     for certain, line, text, place in found:
         print(f" {line}  {'' if certain else 'hint: '}{text}  → {place}")
     if found:
         print(" in the diffs of that page - is right, + is the mistake")
-    failed = []
-    for rank, end in ((rank, end) for run in groups for rank, end in enumerate(ends(run))):
-        if end["error"]:
-            failed.append(f"{end['line']}  rank {rank} failed: {end['error'].splitlines()[0][:99]}")
-            print("", failed[-1])
-    run = groups[0]
     faults = {
         event["error"] for group in groups for one in group for event in of(one["events"], "fault")
     }
     for fault in sorted(faults):
         print(f" the doctor failed, and may have missed something: {fault}")
-    if not run:
-        print(" no process of the script began to run: there is nothing to compare")
-    elif not noted(run, "group"):
-        print(" the script joins no process group of torch: there is nothing to compare")
     if run:
         steps, calls = (len(of(run[0]["events"], kind)) for kind in ("step", "collective"))
         seen = f"{steps} steps, {len(run[0]['passes'])} passes over loaders, {calls} collectives"
         print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s")
         for line in compared:
             print(f" {line}")
-        if not steps:
-            print(" no step of an optimizer was seen: does a checkpoint leave nothing to train?")
-        elif len(rounds(run, "trained")) == 1:
+        if steps and len(rounds(run, "trained")) == 1:
             print(" one epoch was seen: give two, and the orders of their items are compared")
-    # gloo may abort while Python ends: that is not the script's.
-    well = not code or (
-        bool(run) and all(end["error"] == "" for run in groups for end in ends(run))
-    )
-    if not well:
-        print(f" it ended with exit code {code}: what it did not come to was not looked at")
     if file:
         keys = ("certain", "line", "text", "place")
         report = {"found": [dict(zip(keys, one, strict=True)) for one in found], "failed": failed}
         Path(file).write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if mistakes or not well else 0
+    return 1 if mistakes or not well else 2 if unseen else 0
+
+
+def not_seen(run):
+    """Why a run shows nothing of a training, or of a validation alone; or nothing."""
+    if not run:
+        return "no process of the script began to run: there is nothing to compare"
+    if not noted(run, "group"):
+        return "the script joins no process group of torch: there is nothing to compare"
+    if noted(run, "step"):
+        return None
+    for event in of(run[0]["events"], "pass"):
+        if event["batches"] == 0:
+            return f"{event['made']}  this loader gives no batch: has it fewer items than a batch?"
+    if not any(one["validated"] for one in run[0]["passes"]):
+        return "no step of an optimizer was seen: does a checkpoint leave nothing to train?"
+    return None
 
 
 def other_runs(args, run, again, alone):

@@ -98,7 +98,7 @@ def test_puts_back_the_checkpoints_and_says_that_it_saw_no_training(tmp_path):
     (tmp_path / "script.py").write_text(SAVING)
     for name in ("old.pth", "removed.pth"):
         torch.save({"of": "a long run"}, tmp_path / name)
-    found, output = examined(tmp_path, "script.py")
+    found, output = examined(tmp_path, "script.py", code=2)
     assert not found and "no step of an optimizer was seen" in output, output
     assert "{'of': 'a long run'} {'of': 'the doctor'}" in output
     names = "before.pth, new.pth, old.pth, removed.pth"
@@ -106,6 +106,45 @@ def test_puts_back_the_checkpoints_and_says_that_it_saw_no_training(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "old.pth", "removed.pth"}
     for name in ("old.pth", "removed.pth"):
         assert torch.load(tmp_path / name) == {"of": "a long run"}
+
+
+def test_a_loader_without_a_batch_is_no_training(tmp_path):
+    """The script validates, so something was seen; but it trains nothing, without an error."""
+    script = copied(tmp_path)
+    script.write_text(edited(script.read_text(), [("BATCH_SIZE = 64", "BATCH_SIZE = 4096")]))
+    output = examined(tmp_path, "script.py", code=2)[1]
+    line = (
+        script.read_text()
+        .splitlines()
+        .index(
+            "    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, "
+            "drop_last=True)"
+        )
+    )
+    said = (
+        f"\n script.py:{line + 1}  this loader gives no batch: has it fewer items than a batch?\n"
+    )
+    assert said + " mistakes: 0, hints: 0\n" in output, output
+
+
+def test_what_ended_the_script_is_said_first(tmp_path):
+    """The number of mistakes is that of a run that was not seen to its end."""
+    (tmp_path / "script.py").write_text("import no_such_package\n")
+    output = examined(tmp_path, "script.py", code=1)[1]
+    error = "script.py:1  rank 0 failed: ModuleNotFoundError: No module named 'no_such_package'"
+    assert output.index(error) < output.index("it ended with exit code 1")
+    assert output.index("it ended with exit code 1") < output.index(" mistakes: 0, hints: 0")
+
+
+def test_a_count_of_all_in_each_process_is_certain_above_100_percent(tmp_path):
+    """Else a hint: a script may divide by the number of processes."""
+    script = copied(tmp_path, "validation_not_shared")
+    output = examined(tmp_path, "script.py", code=1)[1]
+    assert " mistakes: 1, hints: 0\n" in output and "each process validates all 359" in output
+    text = script.read_text()
+    script.write_text(edited(text, [("correct.item() / len(val_set)", "correct.item() / 718")]))
+    output = examined(tmp_path, "script.py")[1]
+    assert " mistakes: 0, hints: 1\n" in output and "hint: each process validates all" in output
 
 
 def test_its_own_flags_come_first(tmp_path):
@@ -255,7 +294,7 @@ def test_finds_no_mistake_in_a_recipe_and_changes_no_bit(name, tmp_path):
 def test_a_script_without_a_group_is_not_compared(name, tmp_path):
     text = (ROOT / f"minimal/{name}.py").read_text()
     (tmp_path / "script.py").write_text(edited(text, [("EPOCHS = 5", "EPOCHS = 1")]))
-    assert "joins no process group" in examined(tmp_path, "script.py")[1]
+    assert "joins no process group" in examined(tmp_path, "script.py", code=2)[1]
 
 
 OWN_DATA = """
@@ -427,7 +466,7 @@ def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):
     (tmp_path / "ray.py").touch()
     script = "import ray\nimport torch\n\nassert not torch.cuda.device_count()\n"
     (tmp_path / "script.py").write_text(script)
-    examined(tmp_path, "script.py")
+    assert "failed" not in examined(tmp_path, "script.py", code=2)[1]
 
 
 @pytest.mark.full
