@@ -415,17 +415,21 @@ def recording(parts):
         lines = ("$ " + part["command"]).splitlines()
         rows += [(line, "#e6edf3", ' font-weight="bold"') for line in lines]
         for text in part["output"]:
-            color = "#ff7b72" if text.startswith("+") else "#9aa4af"  # + is the mistake
-            if number := re.search(r"([\d.]+) % correct", text):
-                color = "#ff7b72" if float(number[1]) > 100 else "#7ee787"
-            rows += [(line, color, "") for line in wrap(text, 54, subsequent_indent=" " * 8)]
+            color = "#9aa4af"
+            if text.startswith("+") or "% correct" in text:  # the mistake, and what it makes
+                color = "#ff7b72"
+            elif "→" in text:  # what the doctor says of it
+                color = "#7ee787"
+            indent = " " * (8 if text[0] in "+-" else 2)
+            lines = wrap(text.strip(), 54, subsequent_indent=indent, break_on_hyphens=False)
+            rows += [(line, color, "") for line in lines]
     texts = [
         f'<text x="12" y="{30 + 20 * i}" fill="{color}"{bold} xml:space="preserve">{escape(line)}'
         "</text>"
         for i, (line, color, bold) in enumerate(rows)
     ]
     height = 24 + 20 * len(rows)
-    title = "A mistake applied to minimal/distributed.py: 195.0 % correct; taken back: 97.5 %"
+    title = "A mistake in minimal/distributed.py: 195.0 % correct; the doctor names its line"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {height}" width="480" '
         f'height="{height}" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, '

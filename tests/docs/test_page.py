@@ -426,7 +426,7 @@ def test_the_pictures_of_the_readmes(page):
     for name, language in picture.PICTURES.items():
         for content in (picture.picture(page, language), (ROOT / "docs" / name).read_bytes()):
             assert len(content) < 150_000
-            assert Image.open(io.BytesIO(content)).size == (1650, 925)
+            assert Image.open(io.BytesIO(content)).size == (960, 1680)
 
 
 def test_its_links_hold():

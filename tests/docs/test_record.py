@@ -25,7 +25,7 @@ def said(parts):
 
 @pytest.mark.full
 def test_the_recording_is_what_the_commands_print(monkeypatch):
-    """Another CPU may round otherwise: an image or two more or less, of 359."""
+    """Another CPU may round otherwise: an image or two more or less, of 359, each counted twice."""
     monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
     (forms, numbers), (kept_forms, kept) = said(record.record()), said(KEPT)
     assert forms == kept_forms and numbers == pytest.approx(kept, abs=1.2)
@@ -33,10 +33,10 @@ def test_the_recording_is_what_the_commands_print(monkeypatch):
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md", "docs/recording.svg"])
 def test_what_is_said_of_it(name):
-    wrong, right = said(KEPT)[1]
-    assert wrong > 100 > right
+    (wrong,) = said(KEPT)[1]
+    assert wrong > 100 and KEPT[-1]["output"][0].startswith(" distributed.py:42  each process")
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert re.findall(r"(\d+\.\d) % correct\W.*?(\d+\.\d) %", text)[0] == (f"{wrong}", f"{right}")
+    assert re.findall(r"(\d+\.\d) % correct", text)[0] == f"{wrong}"
 
 
 def test_a_phone_shows_it_whole():
