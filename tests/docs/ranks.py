@@ -58,6 +58,9 @@ def be_a_rank(arguments, env, cwd, output, before):
     sys.argv = arguments
     sys.path[:0] = [os.path.dirname(arguments[0]), str(ROOT)]
     torch.set_num_threads(1)  # as under torchrun
+    # The workers of its loaders start as they do without a forkserver. It would be their parent:
+    # they would outlive a rank that is killed, for they end when their parent does.
+    multiprocessing.set_start_method(None, force=True)
     try:
         exec(before, {})
         runpy.run_path(arguments[0], run_name="__main__")
