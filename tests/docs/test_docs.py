@@ -471,6 +471,12 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
+def test_no_line_begins_with_a_comment():
+    """What follows it in the line would be shown as it is typed, its backticks too."""
+    for name in DOCUMENTS:
+        assert not re.findall(r"^\W*<!--.*?-->.*\S", FENCE.sub("", read(name)), re.M), name
+
+
 def test_links_resolve_and_reach_every_document():
     shown = set()
     for name in DOCUMENTS:
