@@ -225,7 +225,7 @@ def words_on_the_page(name):
         f"`{flag.replace('=', ' ').replace('-n3', '-n 3')}`" for flag in NAMED.get(name, [""])[1:]
     ]
     if name in NOT_NAMED:
-        return "**Doctor**: no. ", "看不到。"
+        return "**Doctor**: no. ", "查不出。"
     if flags:
         return f"**Doctor**: yes, with {flags[0]}. ", f"加上 {flags[0]} 能指出。"
     return "**Doctor**: yes. ", "能指出。"
