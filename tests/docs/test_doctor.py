@@ -9,13 +9,15 @@ import pytest
 import torch
 from conftest import PYTHON, ROOT, full, run
 
-import doctor
+from doctor.judges import JUDGES, findings
+from doctor.judges.comparing import BATCH, REPEATED
+from doctor.judges.steps import WRONG_ORDERS
 from tests.docs.copies import USER, edited, equal, patched
 from tests.docs.ranks import good
 from tests.docs.test_docs import anchors
 
 PAGE = (ROOT / "docs/doctor.md").read_text()
-DOCTOR = [PYTHON, ROOT / "doctor.py"]
+DOCTOR = [PYTHON, ROOT / "doctor", "--quick"]
 FINDING = re.compile(r"^ (\S+):(\d+)  (.*)  → docs/bugs\.md#(\S+)$", re.M)
 # What the line says that is named, and flags. Those without a mark are quick, and run first.
 LOOP, MODEL = "for images, target in train_loader:", "model = Dist"
@@ -163,8 +165,8 @@ def test_says_that_the_launcher_started_nothing(tmp_path):
 def test_says_that_this_python_has_no_torch(tmp_path):
     """-S: without what is installed."""
     (tmp_path / "script.py").write_text("import torch\n")
-    said = run([PYTHON, "-S", ROOT / "doctor.py", "script.py"], tmp_path, env=USER, code=2)
-    assert re.fullmatch(r"doctor\.py: \S+ has no torch: .*\n", said), said
+    said = run([PYTHON, "-S", ROOT / "doctor", "script.py"], tmp_path, env=USER, code=2)
+    assert re.fullmatch(r"doctor: \S+ has no torch: .*\n", said), said
 
 
 def copied(folder, name=None, epochs=2, diffs="bugs"):
@@ -207,7 +209,7 @@ def test_the_example_of_the_page(tmp_path):
     (tmp_path / "minimal").mkdir()
     script = shutil.copy(ROOT / "minimal/distributed.py", tmp_path / "minimal")
     assert patched(script, "bugs/padded_validation.diff")
-    shutil.copy(ROOT / "doctor.py", tmp_path)
+    shutil.copytree(ROOT / "doctor", tmp_path / "doctor")
     output = run(["env", *command.split()], tmp_path, env=USER, code=1)
     assert re.sub(r"\d+ s\n", "", sample) in re.sub(r"\d+ s\n", "", output)
 
@@ -453,12 +455,12 @@ def test_what_a_gpu_alone_would_show_and_a_short_pass(tmp_path):
 
 
 def test_every_place_is_a_heading_of_the_page():
-    judges = [
-        judge for table in (doctor.MISTAKES, doctor.HINTS) for of in table.values() for judge in of
-    ]
-    places = {judge.__doc__.partition(":")[0] for judge in judges}
-    places |= {place for place, _ in doctor.WRONG_ORDERS.values()}
-    assert places <= anchors((ROOT / "docs/bugs.md").read_text())
+    assert findings([]) == []  # it reads the judges
+    places = {judge.place for judge in JUDGES} | {BATCH, REPEATED}
+    places |= {place for place, _ in WRONG_ORDERS.values()}
+    for page in ("bugs.md", "doctor.md"):
+        known = anchors((ROOT / "docs" / page).read_text())
+        assert {p.removeprefix("doctor.md#") for p in places if ("#" in p) == (page == "doctor.md")} <= known
 
 
 def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):

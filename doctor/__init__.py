@@ -1,0 +1,17 @@
+"""Runs a training script on several processes and names the mistakes of docs/bugs.md that it makes.
+
+$ python doctor train.py
+
+It sends nothing between processes and changes no number; it needs only torch. A reader begins with
+
+- judges/    what is judged: a small function for each mistake, over the events of all processes
+- run.py     a run as the judges see it: steps, passes over loaders, side by side
+- events.py  what is recorded: each kind of event with its fields, and the file of a process
+- wrappers/  what is wrapped: functions of torch and os, by subject; each notes events
+- process.py a process of the script: it wraps, then runs the script as if it was started alone
+- launch.py  starts the processes, and ends them when they stand still
+- report.py  what is told
+- plan.py    the command: which runs are made, and which findings they add
+- files/     why the files of the user are safe
+- cuda.py    how a script that names GPUs runs without one
+"""

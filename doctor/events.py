@@ -1,0 +1,129 @@
+"""What is recorded: the events of a process, in their order, a line of JSON each.
+
+Every event also has "line", the line of the user's code in which it was noted, as "train.py:48".
+"""
+
+import functools
+import json
+import os
+import re
+import sys
+import threading
+
+# Each kind, and its fields.
+FIELDS = {
+    # ---- Processes and groups
+    "began": "gpus",  # the script begins; gpus: how many this process sees
+    "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK
+    "part": "",  # a group of some of the processes was made, or a mesh of two axes
+    "join": "",  # torch's Join(): parts of unlike length are meant
+    "spawns": "",  # a process of the launcher is about to start processes of its own
+    "asks": "",  # the script asked whether there is a GPU, and was told that there is none
+    # where: what it waits in, or None; busy: it, or a worker of its loader, computes; times: how
+    # often it has said so without another event between
+    "stands": "where busy outside times",
+    "end": "error frozen outside",  # of the script; error: "" if it ended well
+    "fault": "error",  # of the doctor itself
+    # ---- Collectives. shape: of the tensor; number: its sum, of a small one outside of autograd;
+    # gradients: of which optimizer's weights it is the gradient, or None
+    "collective": "name shape number gradients whole",
+    "gradient": "one",  # a backward pass went through what all_reduce() changed in place
+    "unwaited": "read",  # async_op=True, and read (or never) before wait() was called
+    # ---- Models
+    "wrap": "frozen",  # DDP has wrapped a model; frozen: names of weights without a gradient
+    "synced": "",  # SyncBatchNorm was asked for
+    "forward": "trains training wrapped",  # training: the model's mode; wrapped: by DDP
+    "backward": "",
+    # The first pass of a model without gradients since the last step: sums of its tensors by name.
+    "validates": "training weights buffers wrapped",
+    # ---- Training
+    # order: what was done since the last step, by model; own: sums of weights that DDP does not
+    # know, ours: their number; random: states by library; zeroed: calls of zero_grad()
+    "step": "weights own order lr random zeroed optimizer ours",
+    "mean": "counted",  # a mean of a loss, over so many numbers
+    "clip": "scaled",  # gradients are clipped; scaled: by a GradScaler, until unscale_()
+    "schedule": "number length",
+    "rate": "number done",  # a schedule's step
+    "plateau": "value",
+    "seed": "seed",
+    # ---- Data. See wrappers/loaders.py.
+    "pass": "number made batches workers size sampler length seed epoch rank num_replicas shuffle "
+    "padding trims drops stream",
+    "batch": "number items grad",
+    "cut": "number",  # --steps ended the pass
+    "drew": "of",  # a worker of a loader drew random numbers of this library for an item
+    # ---- Files
+    "save": "path of_wrapped",
+    "load": "path",
+    "above 100 %": "",  # printed
+}
+FIELDS = {kind: frozenset(names.split()) for kind, names in FIELDS.items()}
+
+
+class Record:
+    """A file of events, each written at once: what was seen outlives a crash."""
+
+    pid = None
+
+    def __init__(self):  # folder, script, nodes, patience, steps: see launch.examine()
+        self.__dict__ |= json.loads(os.environ.get("DOCTOR", "{}"))
+
+    def open(self):
+        self.pid, self.count = os.getpid(), 0
+        self.path = f"{self.folder}/{self.pid}.jsonl"
+        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115
+        self.ended = threading.Event()
+
+
+RECORD = Record()
+HERE = os.path.dirname(os.path.abspath(__file__))
+LIBRARIES = ("<", os.path.dirname(os.__file__), HERE)
+
+
+def note(kind, **facts):
+    """Write an event, with the line of the user's code in which it is; returns it.
+
+    line: that line, where it is of something that happened before.
+    """
+    if facts.keys() - {"line"} != FIELDS[kind]:
+        raise TypeError(f"{kind} has the fields {sorted(FIELDS[kind])}, not {sorted(facts)}")
+    event = {"kind": kind, "line": users_line(sys._getframe(1))} | facts
+    if os.getpid() == RECORD.pid:  # not in the workers of a loader
+        RECORD.count += 1
+        RECORD.file.write(json.dumps(event) + "\n")
+    return event
+
+
+def note_in_worker(kind, **facts):
+    """Write an event of a loader's worker, which was forked, into the file of its process."""
+    with open(RECORD.path, "a") as file:
+        file.write(json.dumps({"kind": kind, "line": "?"} | facts) + "\n")
+
+
+@functools.cache
+def is_users(file):
+    return not file.startswith(LIBRARIES) and not re.search(r"(site|dist)-packages", file)
+
+
+@functools.cache
+def short(file):
+    return os.path.relpath(file, os.path.dirname(RECORD.script))
+
+
+def users_line(frame):
+    """The innermost line of the user's own code, as "train.py:48"."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
+
+
+def total(tensor):
+    """The same for the same bits."""
+    torch = sys.modules["torch"]
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return str(tensor.sum(dtype=torch.float64).item())
+
+
+def is_plain(tensor):
+    """Not a part of a tensor that lies on several processes: to add that up is a collective."""
+    return not hasattr(tensor, "placements")

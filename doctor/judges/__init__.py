@@ -1,0 +1,99 @@
+"""What is judged. A judge is a small function; the files of this folder hold them by subject.
+
+A judge is asked about one thing (ABOUT), with the whole run beside it. It returns None, or a
+Finding: a line, what is wrong there, and the place that explains it if that is not the decorator's.
+"""
+
+import collections
+from typing import NamedTuple
+
+
+class Finding(NamedTuple):
+    line: str  # "train.py:48"
+    text: str
+    place: str | None = None  # a heading of docs/bugs.md, or PAGE.md#HEADING; None: the judge's
+    certain: bool | None = None  # a mistake, not a hint; None: as the judge says
+
+
+class Judge(NamedTuple):
+    ask: object  # the function
+    about: str
+    place: str
+    certain: bool
+    causes: str | None  # the general finding that this one explains
+    general: str | None  # this is the general finding: told unless a certain one explains it
+
+
+JUDGES = []
+
+
+def judge(about, place, certain, causes=None, general=None):
+    """A decorator: asks this function about each `about` of a run."""
+
+    def add(ask):
+        JUDGES.append(Judge(ask, about, place, certain, causes, general))
+        return ask
+
+    return add
+
+
+def of_the_first(kind):
+    return lambda run: [[event] for event in run[0].of(kind)]
+
+
+def means_by_line(run):
+    lines = collections.defaultdict(list)
+    for row in run.rows("mean"):
+        lines[row[0]["line"]].append(row)
+    return lines.values()
+
+
+# What a judge can be asked about: its first argument, and how it is found in a run.
+ABOUT = {
+    "run": None,  # the whole run is the only argument
+    "trained": lambda run: run.rounds("trained"),  # a row of passes in which models were trained
+    "validated": lambda run: run.rounds("validated"),
+    "step": lambda run: run.rows("step"),  # a row: the n-th step in all processes
+    "apart": lambda run: [row for row in [run.apart()] if row],  # before the weights differ
+    "plateau": lambda run: run.rows("plateau"),
+    "validates": lambda run: run.rows("validates"),
+    "forward": lambda run: run.rows("forward"),
+    "means": means_by_line,  # all rows of means that one line takes
+    "gradient": of_the_first("gradient"),  # a row with the event of rank 0 alone
+    "clip": of_the_first("clip"),
+    "schedule": of_the_first("schedule"),
+    "save": of_the_first("save"),
+    "unwaited": of_the_first("unwaited"),
+}
+# Where some processes make a group of their own, some may differ on purpose.
+OF_ALL = {"run", "gradient", "clip", "schedule", "save", "unwaited"}
+
+
+def findings(runs, others=()):
+    """[Finding], each once, mistakes first.
+
+    runs: the groups of the run; others: Findings of comparisons with other runs.
+    """
+    from . import data, ending, steps, training, validation  # noqa: F401 - they fill JUDGES
+
+    found = []
+    for run in runs:
+        if len(run) > 1 and run.noted("group"):
+            found += judged(run)
+    once = {}
+    for finding in [*found, *others]:
+        once.setdefault((finding.place, finding.line), finding)
+    return sorted(once.values(), key=lambda finding: not finding.certain)
+
+
+def judged(run):
+    said = []
+    for one in JUDGES:
+        if run.noted("part") and one.about not in OF_ALL:
+            continue
+        asks = [(run,)] if one.about == "run" else [(row, run) for row in ABOUT[one.about](run)]
+        for answer in filter(None, (one.ask(*what) for what in asks)):
+            certain = one.certain if answer.certain is None else answer.certain
+            said.append((one, answer._replace(place=answer.place or one.place, certain=certain)))
+    explained = {one.causes for one, finding in said if finding.certain}
+    return [finding for one, finding in said if one.general is None or one.general not in explained]

@@ -1,0 +1,118 @@
+"""Which items each process trains with."""
+
+import os
+
+from ..run import differ, each, names, times_seen
+from . import Finding, judge
+
+
+def same_rank(row, run):
+    ranks = {one["rank"] for one in row if one["num_replicas"] == len(run)}
+    return bool(ranks) and len(ranks) < len(row)
+
+
+def alike(row):
+    """Whether nine of ten items are read by all."""
+    sets = [{*names(one, parts=2)} for one in row]
+    return len(set.intersection(*sets)) > 0.9 * len(set.union(*sets))
+
+
+@judge("trained", "every-process-reads-all-images", certain=False)
+def reads_all(row, run):
+    """A hint, for a small set may be meant to be read whole."""
+    if alike(row) and row[0]["whole"] and row[0]["length"] and not same_rank(row, run):
+        count = len({*names(row[0])})
+        return Finding(row[0]["made"], f"each process reads all {count} items: there is no sampler")
+
+
+@judge("trained", "every-process-reads-the-whole-stream", certain=True)
+def reads_the_stream(row, run):
+    """Certain where its batches are not all alike."""
+    several = len({*names(row[0])}) > 1
+    if several and row[0]["length"] is None and not differ(row, "items"):
+        text = "each process reads the whole stream: __iter__ must give it a part"
+        return Finding(row[0]["made"], text)
+
+
+@judge("trained", "local-rank-in-the-sampler", certain=True)
+def rank_in_sampler(row, run):
+    """Certain where samplers for all processes share a rank."""
+    if same_rank(row, run):
+        return Finding(row[0]["sampler"], f"the processes' samplers have rank {each(row, 'rank')}")
+
+
+@judge("trained", "set_epoch-is-forgotten", certain=True)
+def same_order(row, run):
+    """Certain where a shuffled order of 8 items or more comes again in every process."""
+    for one, process in zip(row, run, strict=True):
+        passes = [p for p in process.passes if p["line"] == one["line"] and p["trained"]]
+        before = passes[passes.index(one) - 1] if one != passes[0] else None
+        few = len(one["items"]) < 8  # their order may be the same by chance
+        if before and one["shuffle"] and not few and names(one) == names(before):
+            text = "the order is that of the epoch before: call set_epoch(epoch) of its sampler"
+            return Finding(one["line"], text)
+
+
+@judge("trained", "doctor.md#an-item-is-not-counted-once", certain=True)
+def samplers_disagree(row, run):
+    """Certain for samplers that divide the data among all: no two may give one item."""
+    ours = all(one["num_replicas"] == len(run) for one in row)
+    if not ours or same_rank(row, run) or alike(row):
+        return None
+    twice = sum(count > 1 for count in times_seen(row).values())
+    if twice > max(0, row[0]["padding"]):
+        cause = next((what for what in ("epoch", "seed", "shuffle") if differ(row, what)), None)
+        why = f": their samplers' {cause} is {each(row, cause)}" if cause else ""
+        return Finding(row[0]["sampler"], f"{twice} items are read by several processes{why}")
+
+
+@judge("trained", "doctor.md#an-item-is-not-counted-once", certain=False)
+def own_shuffles(row, run):
+    """A hint, for to draw items at random may be meant."""
+    if any(one["num_replicas"] or one["length"] is None for one in row) or alike(row):
+        return None
+    seen, size = times_seen(row), row[0]["size"]
+    twice = sum(count > 1 for count in seen.values())
+    if all(one["whole"] for one in row) and twice > 0.1 * len(seen) and len(seen) < 0.95 * size:
+        text = f"{twice} of {size} items are read by several processes, {size - len(seen)} by none"
+        return Finding(row[0]["made"], text)
+
+
+@judge("trained", "the-sampler-does-not-get-the-seed", certain=False)
+def sampler_without_seed(row, run):
+    """A hint, for a single run needs no other seed."""
+    seeds = [event["seed"] for process in run for event in process.of("seed")]
+    if row[0]["shuffle"] and row[0]["seed"] == 0 and seeds and min(seeds) >= len(run):
+        text = f"the seed is {min(seeds)}, that of the sampler is always 0"
+        return Finding(row[0]["sampler"], text)
+
+
+@judge("trained", "all-cores-for-each-process", certain=False)
+def all_cores(row, run):
+    """A hint, for such workers may have little to do."""
+    if all(one["workers"] >= os.cpu_count() > 1 for one in row):
+        workers = sum(one["workers"] for one in row)
+        text = f"{workers} workers for one loader, and {os.cpu_count()} cores"
+        return Finding(row[0]["made"], text)
+
+
+def uneven(row, run):
+    return row[0]["length"] and differ(row, "length") and not run.noted("join")
+
+
+@judge("trained", "one-process-has-one-step-more", certain=False)
+def uneven_parts(row, run):
+    """A hint, for a loop may end before; ending.py says it where the run hangs or fails by it."""
+    if uneven(row, run) and differ(row, "batches"):
+        text = f"the processes have {each(row, 'length')} items, {each(row, 'batches')} batches"
+        return Finding(
+            row[0]["made"], f"{text}: one with a batch more waits for the others in vain"
+        )
+
+
+@judge("trained", "a-branch-that-depends-on-a-processs-own-data", certain=True, causes="hang")
+def skipped(row, run):
+    """Certain for a model of DDP: its processes pair their gradients by number, not by batch."""
+    if run.noted("wrap") and not differ(row, "read") and differ(row, "backwards"):
+        text = f"of {row[0]['read']} batches the processes train with {each(row, 'backwards')}"
+        return Finding(row[0]["line"], text)

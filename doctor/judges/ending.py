@@ -1,0 +1,91 @@
+"""How a run ends: one process stops early, fails, or all stand still."""
+
+import re
+
+from ..run import differ
+from . import Finding, judge
+from .data import uneven
+
+FORWARD = "the forward pass of DDP"
+STANDS = "doctor.md#it-stands-still"
+MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait()")
+
+
+def more_batches(run):
+    """Whether a process has a batch more than another."""
+    return any(uneven(row, run) and differ(row, "batches") for row in run.rounds("trained"))
+
+
+@judge("run", "rank-0-stops-early", certain=True)
+def stops_early(run):
+    """Certain where one failed for want of another, which has ended well."""
+    good = [rank for rank, process in enumerate(run) if process.end["error"] == ""]
+    for process in run:
+        if good and re.search("closed by peer|reset by peer", process.end["error"] or ""):
+            text = f"it waits here for rank {good[0]}, which has ended its training"
+            place = "one-process-has-one-step-more" if more_batches(run) else None
+            return Finding(process.end["line"], text, place)
+
+
+@judge("run", "frozen-after-wrapping", certain=True)
+def frozen_late(run):
+    """Certain, for DDP's own error says so, and weights were frozen."""
+    for process in run:
+        if "finished reduction in the prior" in (process.end["error"] or ""):
+            wrap = run[0].of("wrap")[-1]
+            late = {*process.end["frozen"]} - {*wrap["frozen"]}
+            if late:
+                return Finding(
+                    wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late))}"
+                )
+
+
+def standing(run):
+    """(the last event of each, those that wait for others, all in words)"""
+    last, said = [process.events[-1] for process in run], []
+    waiting = [event for event in last if event["kind"] == "stands" and event["where"]]
+    for rank, event in enumerate(last):
+        doing = f"waits in {event['where']}" if event in waiting else "is"
+        ended = event["kind"] == "end"
+        said.append(f"rank {rank} " + ("has ended" if ended else f"{doing} at {event['line']}"))
+    return last, waiting, ", ".join(said)
+
+
+@judge("run", "rank-0-prepares-for-longer-than-the-timeout", certain=False)
+def one_prepares(run):
+    """A hint, for it may be done in time."""
+    last, waiting, said = standing(run)
+    if waiting and any(event["kind"] == "stands" and event not in waiting for event in last):
+        return Finding(waiting[0]["line"], f"{said}: will the timeout be longer?")
+
+
+@judge("run", "it-hangs-or-fails-late", certain=True, general="hang")
+def hang(run):
+    """Or the place of a mistake that explains it. Certain where all that have not ended wait."""
+    last, waiting, said = standing(run)
+    if not run.stopped or not waiting or one_prepares(run):
+        return None
+    if any(process.end["error"] for process in run):
+        return None
+    waiting.sort(key=lambda event: event["where"] in (FORWARD, "backward"))
+    line, place = waiting[0]["line"], "all_reduce-on-rank-0-alone"
+    forwards = [process.of("forward")[-1:] for process in run]
+    alone = [e for e, f in zip(last, forwards, strict=True) if f and not f[0]["trains"]]
+    alone = [event for event in alone if event.get("where") == FORWARD]
+    where = {event["where"] for event in waiting}
+    if alone:
+        line, place = alone[0]["line"], "the-wrapped-model-on-rank-0-alone"
+    elif more_batches(run):
+        place = "one-process-has-one-step-more"
+    elif "new_group" in where:
+        place, said = STANDS, f"{said}: all processes must call new_group()"
+        line = next(event["line"] for event in waiting if event["where"] == "new_group")
+    elif where & {*MESSAGES}:
+        place = STANDS
+    elif "backward" in where:
+        place = "a-branch-that-depends-on-a-processs-own-data"
+    elif len({(event["line"], event["where"]) for event in waiting}) == 1 == len({*where}) and len(
+        waiting
+    ) == len(run):
+        place = STANDS
+    return Finding(line, said, place)

@@ -1,0 +1,164 @@
+"""Whether all processes take the same steps and keep the same weights."""
+
+import re
+
+from ..run import differ, each
+from . import Finding, judge
+
+# In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
+# of the plain model, B a backward. The line is that of the letter in brackets.
+WRONG_ORDERS = {
+    "(p)": ("the-plain-model-is-trained", "DDP's model is not called: nothing is averaged"),
+    "^[^F]*(f)[^F]*$": ("no_sync-is-one-off", "all parts of a step are in no_sync()"),
+    "F[^F]*(f)[^F]*$": ("no_sync-around-backward-alone", "the last forward pass is in no_sync()"),
+    "FFB(B)": ("two-forwards-then-two-backwards", "this second backward's gradients stay local"),
+}
+DIFFER = "doctor.md#the-weights-differ"
+NOT_THE_SAME = "doctor.md#the-processes-do-not-do-the-same"
+
+
+@judge("apart", "the-plain-model-is-trained", certain=True, causes="weights")
+def wrong_order(row, run):
+    """Certain, for the weights differ afterwards; its place is that of WRONG_ORDERS."""
+    letters, lines = zip(*row[0]["order"], strict=True) if row[0]["order"] else ("", "")
+    for pattern, (place, text) in WRONG_ORDERS.items():
+        if found := re.search(pattern, "".join(letters)):
+            return Finding(lines[found.start(1)], text, place)
+
+
+@judge("apart", "only-rank-0-resumes", certain=True, causes="weights")
+def one_resumes(row, run):
+    """Certain, for the weights differ, and processes load more than others."""
+    loads = [process.of("load") for process in run]
+    if len({*map(len, loads)}) > 1:
+        rank = min(range(len(run)), key=lambda rank: len(loads[rank]))
+        return Finding(max(loads, key=len)[-1]["line"], f"rank {rank} does not load it")
+
+
+@judge("apart", "unfrozen-after-wrapping", certain=True, causes="weights")
+def unfrozen(row, run):
+    """Certain, for the weight that differs was frozen then."""
+    for wrap in run[0].of("wrap"):
+        if row[0]["name"] in wrap["frozen"]:
+            text = f"{row[0]['name']} was frozen when DDP wrapped it: its gradients"
+            return Finding(wrap["line"], f"{text} are not averaged")
+
+
+@judge("plateau", "each-process-lowers-its-own-learning-rate", certain=True, causes="rates")
+def own_decision(row, run):
+    """Certain where their numbers differ."""
+    if differ(row, "value"):
+        text = f"each process decides by its own number: {each(row, 'value')}"
+        return Finding(row[0]["line"], text)
+
+
+@judge(
+    "run", "doctor.md#the-learning-rates-differ", certain=True, causes="weights", general="rates"
+)
+def rates_differ(run):
+    """Certain for weights that DDP keeps equal: it averages gradients, and no rate."""
+    for row in run.rows("step"):
+        if differ(row, "lr") and row[0]["weights"]:
+            return Finding(
+                scheduled(run) or row[0]["line"], f"the learning rates differ: {each(row, 'lr')}"
+            )
+
+
+def scheduled(run):
+    """The line of a schedule's step that not all processes make."""
+    counts = [{} for _ in run]
+    for count, process in zip(counts, run, strict=True):
+        for event in process.of("rate"):
+            count[event["line"]] = count.get(event["line"], 0) + 1
+    for line in {line for count in counts for line in count}:
+        if len({count.get(line, 0) for count in counts}) > 1:
+            return line
+    return None
+
+
+@judge("run", "read-before-rank-0-has-saved", certain=True, causes="weights")
+def read_too_early(run):
+    """Certain where nothing that waits is between the two."""
+
+    def calls(process, event):  # in which it has met the others
+        meets = ("group", "wrap", "collective", "backward")
+        return sum(e["kind"] in meets for e in process.events[: event["place"]])
+
+    pairs = [(a, b) for a in run for b in run if a is not b]
+    for writer, reader, save in ((a, b, save) for a, b in pairs for save in a.of("save")):
+        for load in reader.of("load"):
+            same = save["path"] and load["path"] == save["path"]
+            if same and calls(writer, save) == calls(reader, load):
+                text = f"it may be read before another process has saved it ({save['line']})"
+                return Finding(load["line"], f"{text}: no barrier() is between")
+
+
+@judge("run", NOT_THE_SAME, certain=True, causes="weights")
+def steps_differ(run):
+    """Certain where all have ended well: each process steps for itself."""
+    if any(process.end["error"] != "" for process in run):
+        return None
+    for name in dict.fromkeys(step["optimizer"] for process in run for step in process.of("step")):
+        steps = [[s for s in process.of("step") if s["optimizer"] == name] for process in run]
+        counts = [*map(len, steps)]
+        if len({*counts}) > 1:
+            line = max(steps, key=len)[-1]["line"]
+            text = f"the processes make {' and '.join(map(str, counts))} steps of the optimizer"
+            return Finding(line, text)
+
+
+@judge("step", NOT_THE_SAME, certain=True)
+def zeroed_differ(row, run):
+    """Certain: what one process has left in its gradients goes into the mean."""
+    if differ(row, "zeroed") and 0 in {event["zeroed"] for event in row}:
+        ranks = [rank for rank, event in enumerate(row) if not event["zeroed"]]
+        text = f"rank {ranks[0]} has not called zero_grad() since its last step, others have"
+        return Finding(row[0]["line"], text)
+
+
+@judge("forward", NOT_THE_SAME, certain=True)
+def modes_differ(row, run):
+    """Certain: BatchNorm and dropout compute otherwise in training mode."""
+    if differ(row, "training") and not differ(row, "line") and all_with_gradients(row):
+        ranks = [rank for rank, event in enumerate(row) if not event["training"]]
+        text = f"rank {ranks[0]} is not in training mode here, others are: who calls train()?"
+        return Finding(row[0]["line"], text)
+
+
+def all_with_gradients(row):
+    """Whether this is a training step: at least one process trains."""
+    return any(event["trains"] for event in row)
+
+
+@judge("apart", DIFFER, certain=True, general="weights")
+def weights_differ(row, run):
+    """Certain, for they differ; told unless a judge names the cause."""
+    text = f"from here on {row[0]['name']} differs between the processes"
+    return Finding(row[0]["line"], text)
+
+
+@judge("run", DIFFER, certain=False)
+def own_weights_differ(run):
+    """Of weights without DDP: a mistake where gradients are averaged by hand.
+
+    Else a hint, for each process may have a model of its own.
+    """
+    steps = [row for row in run.rows("step") if any(event["own"] for event in row)]
+    if not steps or not differ(steps[-1], "own") or not same_names(steps[-1]):
+        return None
+    first = next(row for row in steps if differ(row, "own"))
+    by_hand = any(event["gradients"] == "own" for event in run[0].of("collective"))
+    begins = first is steps[0]
+    text = "the weights differ between the processes " + (
+        "from the first step on" if begins else "from here on"
+    )
+    if begins and by_hand:
+        text += ": broadcast rank 0's before"
+    elif not by_hand:
+        text += ": no DDP, and no gradient is averaged"
+    return Finding(first[0]["line"], text, certain=by_hand)
+
+
+def same_names(row):
+    """Parts of one model, as in a pipeline, have other shapes."""
+    return all(event["own"].keys() == row[0]["own"].keys() for event in row)

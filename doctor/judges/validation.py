@@ -1,0 +1,197 @@
+"""Which items are validated, by which model, and what is added up."""
+
+import os
+from collections import defaultdict
+
+from ..run import differ, names, times_seen
+from . import Finding, judge
+
+ONCE = "doctor.md#an-item-is-not-counted-once"
+REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_tensor"}
+REDUCING |= {"all_gather_object", "gather_object"}
+
+
+@judge("validated", "each-process-makes-its-own-split", certain=True)
+def own_split(row, run):
+    """Certain, for in one process no item is in both parts."""
+    trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
+    both = set.union(*trained) & set.union(*validated)
+    if both and not any(a & b for a, b in zip(trained, validated, strict=True)):
+        text = f"{len(both)} items that one process validates, another trains with"
+        return Finding(row[0]["made"], text)
+
+
+def items_of(process, what):
+    return {item for one in process.passes if one[what] for item in one["items"]}
+
+
+def called(one, process):
+    """The collectives of a validation and after it, until the next step."""
+    events = process.events
+    steps = (e["place"] for e in events[one["last"] :] if e["kind"] == "step")
+    until = next(steps, len(events))
+    return [e for e in events[one["place"] : until] if e["kind"] == "collective"]
+
+
+def added_up(one, process):
+    """Whether numbers of all processes came together."""
+    return any(event["name"] in REDUCING for event in called(one, process))
+
+
+def gathered(one, process):
+    return any("gather" in event["name"] for event in called(one, process))
+
+
+def padding_of(row):
+    """How many items the sampler repeats, if that is all that is seen twice."""
+    items = [name for one in row for name in names(one)]
+    twice, padding = len(items) - len({*items}), row[0]["padding"]
+    known = all(one["cut"] or (one["whole"] and twice == padding) for one in row)
+    return padding if known and padding > 0 and not row[0]["trims"] else 0
+
+
+@judge("validated", "padded-validation", certain=True)
+def padded(row, run):
+    """A mistake where no items are gathered; else a hint: they may be cut to the right number."""
+    if padding := padding_of(row):
+        text = f"the sampler repeats {padding} of {row[0]['size']} items, for equal parts"
+        if gathered(row[0], run[0]):
+            text = f"{text}, unless they are cut off again"
+            return Finding(row[0]["sampler"], text, certain=False)
+        return Finding(row[0]["sampler"], text)
+
+
+@judge("validated", "only-one-part-is-counted", certain=False)
+def one_part(row, run):
+    """A hint, for rank 0's part may be meant as a sample."""
+    whole = all(one["whole"] for one in row) and all(process.of("end") for process in run)
+    overlap = len(set.intersection(*[{*names(one)} for one in row]))
+    if whole and overlap <= max(0, row[0]["padding"]) and not added_up(row[0], run[0]):
+        return Finding(row[0]["line"], "each process validates a part, and nothing is added up")
+
+
+@judge("validated", "every-process-validates-all-images", certain=False)
+def all_validated(row, run):
+    """A mistake where the script prints more than 100 %; else a mean of the same may be right."""
+    if row[0]["whole"] and not differ(row, "items") and added_up(row[0], run[0]):
+        text = f"each process validates all {len(row[0]['items'])} items: a sum counts them"
+        more = run.noted("above 100 %")
+        return Finding(row[0]["made"], f"{text} {len(run)} times", certain=more)
+
+
+@judge("run", ONCE, certain=True)
+def never_validated(run):
+    """Certain where parts, or drop_last, leave items out of a pass that was read to its end."""
+    for passes in validations(run):
+        size = passes[0]["size"]
+        if not size or any(one["stream"] or one["cut"] or not one["whole"] for one in passes):
+            continue
+        if len({one["size"] for one in passes}) > 1:  # each process has a part as a data set
+            continue
+        seen = times_seen(passes)
+        parted = any(one["length"] is not None and one["length"] < size for one in passes)
+        if len(seen) < size and (parted or any(one["drops"] for one in passes)):
+            why = ": drop_last=True" if passes[0]["drops"] else ""
+            text = f"{size - len(seen)} of {size} items are never validated{why}"
+            return Finding(passes[0]["line"], text)
+
+
+@judge("validated", ONCE, certain=True)
+def validated_twice(row, run):
+    """Certain where numbers of parts are added up that overlap by more than a padding."""
+    if not all(one["whole"] for one in row) or not added_up(row[0], run[0]):
+        return None
+    seen = times_seen(row)
+    twice = sum(count > 1 for count in seen.values())
+    if twice > max(0, row[0]["padding"]) and differ(row, "items"):
+        return Finding(
+            row[0]["made"], f"{twice} of {len(seen)} validated items count several times"
+        )
+
+
+def validations(run):
+    """The n-th validations of one line, in those processes that have one."""
+    lines = defaultdict(list)
+    for process in run:
+        counts = defaultdict(int)
+        for one in process.passes:
+            if one["validated"]:
+                lines[one["line"], counts[one["line"]]].append(one)
+                counts[one["line"]] += 1
+    return lines.values()
+
+
+@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=False)
+def adds_nothing(run):
+    """A hint: a process that validates items adds 0 each time, and another does not."""
+    sums = [defaultdict(list) for _ in run]
+    for mine, process in zip(sums, run, strict=True):
+        for one in process.passes:
+            for event in called(one, process) if one["validated"] else []:
+                if event["name"] in ("all_reduce", "reduce") and event["number"] is not None:
+                    mine[event["line"]].append(event["number"])
+    for line in sums[0]:
+        numbers = [mine.get(line, []) for mine in sums]
+        nothing = [rank for rank, said in enumerate(numbers) if said and not any(said)]
+        if nothing and any(any(said) for said in numbers):
+            text = f"rank {nothing[0]} validates items, and adds 0 here each time"
+            return Finding(line, text)
+
+
+@judge("validates", "batchnorm-statistics-of-ones-own", certain=False)
+def own_batchnorm(row, run):
+    """A hint, for rank 0's may be the only ones that count."""
+    if differ(row, "buffers") and not differ(row, "weights") and not run.noted("synced"):
+        buffers = [event["buffers"] for event in row]
+        name = next((k for k in buffers[0] if len({str(b.get(k)) for b in buffers}) > 1), None)
+        if name:
+            text = f"{name} differs between the processes when they validate"
+            return Finding(row[0]["line"], text)
+
+
+@judge("validates", "doctor.md#the-weights-differ", certain=True, general="weights")
+def other_model(row, run):
+    """Certain where what several models have got right is added up."""
+    of_all = [[one for one in p.passes if one["validated"]] for p in run]
+    together = all(of_all) and added_up(of_all[0][0], run[0])
+    same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
+    if differ(row, "weights") and same and not row[0]["wrapped"]:
+        name = next(n for n in row[0]["weights"] if len({e["weights"][n] for e in row}) > 1)
+        text = f"{name} of the model that is validated differs between the processes"
+        return Finding(row[0]["line"], text, certain=together)
+
+
+@judge("validates", "doctor.md#the-processes-do-not-do-the-same", certain=True)
+def modes_differ(row, run):
+    """Certain: a process that is in training mode gives other answers."""
+    if differ(row, "training") and not differ(row, "line"):
+        rank = next(rank for rank, event in enumerate(row) if event["training"])
+        text = f"rank {rank} validates in training mode, others do not: who calls eval()?"
+        return Finding(row[0]["line"], text)
+
+
+@judge("save", "the-wrapped-model-is-saved", certain=False)
+def wrapped_saved(row, run):
+    """A hint, for what loads it may be wrapped too."""
+    if row[0]["of_wrapped"]:
+        text = 'the keys begin with "module.": save the plain model'
+        return Finding(row[0]["line"], text)
+
+
+@judge("run", "every-process-saves", certain=True)
+def all_save(run):
+    """Certain, for it is one path."""
+    writers = defaultdict(dict)
+    for process in run:
+        local = process.of("group")[0]["local"]
+        for save in process.of("save"):
+            writers[save["path"]][id(process)] = (local, save["line"])
+    for path, by in writers.items():
+        if not path or len(by) < 2:
+            continue
+        locals_, lines = zip(*by.values(), strict=True)
+        text = f"{len(by)} processes write {os.path.basename(path)}"
+        if {*locals_} == {"0"}:
+            place = "local-rank-0-is-taken-for-rank-0"
+            return Finding(lines[0], f"{text}, as local rank 0", place)
+        return Finding(lines[0], text)

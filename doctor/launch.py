@@ -1,0 +1,145 @@
+"""Starts the script on several processes, and ends them when they stand still."""
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .events import HERE
+from .run import read
+
+# How often the patience of all waiting: where one process is idle elsewhere, or computes.
+IDLE, BUSY = 8, 40
+
+
+def examine(args, folder, processes, nodes=1, env=None):
+    """The Runs of the script, started once, to its end or until it hangs.
+
+    folder: is made, for the events. env: what the processes get beside this one's.
+    """
+    os.mkdir(folder)
+    by = launcher(args, processes)
+    settings = {"folder": folder, "script": os.path.abspath(args.script), "nodes": nodes}
+    settings |= {"patience": args.patience, "steps": args.steps, "launched": by.is_torchrun}
+    name = ["-m", args.script] if args.module else [settings["script"]]
+    known = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}  # as torchrun sets it, with a warning
+    job = subprocess.Popen(
+        [*by.words, HERE, *name, *args.flags],
+        env=known | os.environ | (env or {}) | {"DOCTOR": json.dumps(settings)},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the doctor, which ends it
+    )
+    deaths = Deaths(folder)
+    stopped = ""
+    try:
+        while job.poll() is None:
+            deaths.wait(0.5)
+            stopped = stopped or stands_still(folder, args.patience)
+            if stopped:
+                stop(folder, deaths)
+    finally:
+        stop(folder, deaths)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(60)
+        job.kill()
+    runs = read(folder, deaths.alone)
+    for run in runs:
+        run.code, run.stopped = job.wait(), stopped
+    return runs
+
+
+class launcher:
+    """How the script is started: words, and whether they are torchrun's."""
+
+    def __init__(self, args, processes):
+        text = "" if args.module else Path(args.script).read_text(errors="replace")
+        own = args.starts_its_own or "spawn(" in text
+        self.is_torchrun = not (args.by or own)
+        self.words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        self.words += [f"--nproc-per-node={processes}"]
+        if args.by:
+            self.words = shlex.split(args.by)
+        elif own:
+            self.words = [sys.executable]
+
+
+class Deaths:
+    """Sees at once when a process of the script is gone, and by which signal.
+
+    A launcher that sees one fail ends the others: what was first is the cause.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.files, self.poll = folder, {}, select.poll()
+        self.pids = set()  # those that are gone
+        self.alone = {}  # pid: {"signal": ..., "order": ...}, of those without an end of their own
+
+    def wait(self, seconds):
+        """Until one dies, or so long."""
+        for path in Path(self.folder).glob("*.jsonl"):
+            pid = int(path.stem)
+            if pid not in self.files:
+                with contextlib.suppress(AttributeError, OSError):  # not Linux; gone already
+                    self.files[pid] = os.pidfd_open(pid)
+                    self.poll.register(self.files[pid], select.POLLIN)
+                self.files.setdefault(pid, None)
+        if not any(self.files.values()):
+            time.sleep(min(seconds, 0.1))
+            return
+        for file, _ in self.poll.poll(1000 * seconds):
+            pid = next(pid for pid, one in self.files.items() if one == file)
+            self.poll.unregister(file)
+            os.close(file)
+            self.files[pid] = None
+            self.pids.add(pid)
+            if last_event(Path(self.folder, f"{pid}.jsonl"))["kind"] not in ("end", "spawns"):
+                self.alone[pid] = {"signal": signal_of(pid), "order": len(self.alone)}
+
+
+def signal_of(pid):
+    """The signal that ended a process, while its parent has not asked; None if not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+        return status & 127 or None
+    return None
+
+
+def stands_still(folder, patience):
+    """Why the run must be ended, or "". A process says every `patience` seconds that it stands."""
+    last = [event for event in last_events(folder).values() if not event.get("outside")]
+    waiting = [event for event in last if event.get("where")]
+    if not waiting or any(event["kind"] not in ("stands", "end") for event in last):
+        return ""
+    others = [event for event in last if event["kind"] == "stands" and not event["where"]]
+    times = BUSY if any(event.get("busy") for event in last) else IDLE if others else 1
+    stood = min(event["times"] for event in last if event["kind"] == "stands")
+    if stood < times:
+        return ""
+    return f"it had stood still for {times * patience} s: see --patience"
+
+
+def last_events(folder):
+    """{process id: its last event}"""
+    paths = [path for path in Path(folder).glob("*.jsonl") if path.stat().st_size]
+    return {int(path.stem): last_event(path) for path in paths}
+
+
+def last_event(path):
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 20_000))
+        line = (file.read().splitlines() or [b""])[-1]
+    whole = line.startswith(b"{") and line.endswith(b"}")  # a step's may be longer
+    return json.loads(line) if whole else {"kind": "?", "line": "?"}
+
+
+def stop(folder, deaths):
+    for pid, event in last_events(folder).items():
+        if event["kind"] != "end" and pid not in deaths.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,103 @@
+"""A process of the script: what it does is looked at, then the script runs as if started alone."""
+
+import os
+import runpy
+import sys
+import threading
+import time
+
+from .events import RECORD, is_users, note, short, users_line
+from .wrappers import install
+
+
+def be_examined():
+    """sys.argv: the script, or -m and a module; then its flags."""
+    module = sys.argv[1] == "-m"
+    sys.argv = sys.argv[1 + module :]
+    if RECORD.nodes > 1:  # play machines: on each of them the numbers begin at 0
+        size = int(os.environ["WORLD_SIZE"]) // RECORD.nodes
+        local = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": int(os.environ["RANK"]) % size}
+        os.environ |= {name: str(number) for name, number in local.items()}
+    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0]))
+    install()
+    begin()
+    with noted_end():
+        if module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def begin():
+    """Open this process's file of events, and watch where it stands."""
+    RECORD.open()
+    note("began", gpus=sys.modules["torch"].accelerator.device_count())
+    threading.Thread(target=watch, args=(RECORD.ended,), daemon=True).start()
+
+
+def watch(ended):
+    """A thread: where nothing has happened for a while, note where the process stands."""
+    torch = sys.modules["torch"]
+    seen, since, times = -1, time.monotonic(), 0
+    cpu, idle_since = 0.0, time.monotonic()
+    while not ended.wait(1):
+        now = time.monotonic()
+        # A busy machine may give a step little time; with GPUs, waiting takes time as well.
+        if time.process_time() - cpu > 0.5 and not torch.cuda.is_initialized():
+            cpu, idle_since = time.process_time(), now
+        if RECORD.count != seen:
+            seen, since, times = RECORD.count, now, 0
+        if now - since > RECORD.patience:
+            line, waits, reads = main_thread()
+            facts = {"busy": reads or now - idle_since < RECORD.patience, "times": times + 1}
+            note("stands", line=line, where=waits, outside=not waits and outside(), **facts)
+            seen, since, times = RECORD.count, now, times + 1
+
+
+def outside():
+    """Not in a group: mp.spawn's parent, one that has not begun, or has left: none waits for it."""
+    return not sys.modules["torch"].distributed.is_initialized()
+
+
+def main_thread():
+    """(its line in the user's code, what it waits in, whether it waits for a loader's workers).
+
+    No frame is kept, nor what it holds.
+    """
+    frame = sys._current_frames()[threading.main_thread().ident]
+    line, waits, reads, inner = users_line(frame), None, False, True
+    wrappers = os.path.join(os.path.dirname(__file__), "wrappers", "__init__.py")
+    while frame is not None:
+        file = frame.f_code.co_filename
+        reads |= file.endswith("torch/utils/data/dataloader.py")
+        if inner and file == wrappers:
+            waits = frame.f_locals.get("words") or waits  # of wrap(): the outermost call
+        inner &= not is_users(file)  # a model's own code, called by DDP, waits for nobody
+        frame = frame.f_back
+    return line, waits, reads
+
+
+class noted_end:
+    """Around a script: note how it ends."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        from .wrappers.collectives import note_unwaited
+        from .wrappers.models import frozen
+
+        good = error is None or (kind is SystemExit and not error.code)
+        if kind is SystemExit and error.__context__:  # mp.spawn ends a failed process so
+            error = error.__context__
+            kind, trace = type(error), error.__traceback__
+        line = "?"
+        while trace is not None:
+            file = trace.tb_frame.f_code.co_filename
+            line = f"{short(file)}:{trace.tb_lineno}" if is_users(file) else line
+            trace = trace.tb_next
+        RECORD.ended.set()
+        if good:
+            note_unwaited()
+        said = "" if good else f"{kind.__name__}: {error}"
+        note("end", line=line, error=said, frozen=frozen(), outside=outside())

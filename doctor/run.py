@@ -1,0 +1,136 @@
+"""A run as the judges see it: the events of all processes, side by side.
+
+A row is a list with one event, or one pass over a loader, of each process, by rank.
+"""
+
+import collections
+import json
+from pathlib import Path
+
+
+class Process:
+    """What one process did."""
+
+    def __init__(self, events, died=None):
+        self.events = [event | {"place": place} for place, event in enumerate(events)]
+        self.passes = passes_of(self.events)
+        self.died = died  # {"signal": ..., "order": ...} if it ended without an "end", on its own
+
+    def of(self, *kinds):
+        return [event for event in self.events if event["kind"] in kinds]
+
+    @property
+    def end(self):
+        """Its end, with error None if it has none: it was ended from outside."""
+        return (self.of("end") or [{"error": None, "line": "?"}])[-1]
+
+
+class Run(list):
+    """The processes of one group, by rank."""
+
+    code = 0  # the launcher's exit code
+    stopped = ""  # why the doctor has ended the run, in words
+
+    def rows(self, kind):
+        """The n-th events of a kind in all processes."""
+        return list(zip(*(process.of(kind) for process in self), strict=False))
+
+    def rounds(self, what):
+        """The same pass over a loader in all processes: those with one.trained or .validated."""
+        tables = []
+        for process in self:
+            tables.append({})
+            for one in process.passes:
+                count = sum(line == one["line"] for line, _ in tables[-1])
+                tables[-1][one["line"], count] = one
+        found = [[table.get(key) for table in tables] for key in tables[0]]
+        return [row for row in found if all(one and one[what] for one in row)]
+
+    def noted(self, *kinds):
+        return any(process.of(*kinds) for process in self)
+
+    def apart(self):
+        """The step before the first at which a weight of a wrapped model differs, with its name.
+
+        None if the weights are the same again at the end: they may part for some steps on purpose.
+        """
+        before = {}
+        steps = [row for row in self.rows("step") if row[0]["weights"]]
+        if not steps or not differ(steps[-1], "weights"):
+            return None
+        for row in steps:
+            for name, value in row[0]["weights"].items():
+                model, _, name_there = name.partition(".")
+                if any(event["weights"].get(name, value) != value for event in row):
+                    cause = before.get(model, row)
+                    return [e | {"name": name_there, "order": e["order"][model]} for e in cause]
+            before |= dict.fromkeys(row[0]["order"], row)
+        return None
+
+
+def differ(row, fact):
+    return any(event[fact] != row[0][fact] for event in row)
+
+
+def each(row, fact):
+    """ "719 and 718" """
+    return " and ".join(f"{event[fact]}" for event in row)
+
+
+def names(one, parts=1):
+    """The names of a pass's items; 2 parts: with labels."""
+    return [item[:parts] for item in one["items"]]
+
+
+def read(folder, died):
+    """The Runs that a folder of events holds: one for each group of processes.
+
+    A script may call mp.spawn more than once: the second process that is rank 0 is of a new group.
+    died: {process id: ...}, see Process.
+    """
+    groups, others = [], []
+    for path in sorted(Path(folder).glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+        lines = path.read_text().splitlines()
+        events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
+        process = Process(events, died.get(int(path.stem)))
+        others.append(process)
+        for rank in {group["rank"] for group in process.of("group")}:
+            group = next((group for group in groups if rank not in group), None)
+            if group is None:
+                groups.append(group := {})
+            group[rank] = process
+    runs = [Run(group[rank] for rank in sorted(group)) for group in groups]
+    return runs or [Run(others)]
+
+
+def passes_of(events):
+    """Each pass over a loader: its items, and what was done with them.
+
+    An item is validated if it was read without gradients, or a model was called so on it.
+    """
+    passes, now = {}, None
+    for event in events:
+        if event["kind"] == "pass":
+            new = {"items": [], "read": 0, "backwards": 0, "cut": False}
+            passes[event["number"]] = event | new | {"trained": False, "validated": False}
+        elif event["kind"] == "cut" and event["number"] in passes:
+            passes[event["number"]]["cut"] = True
+        elif event["kind"] == "batch" and event["number"] in passes:
+            now = passes[event["number"]]
+            now["items"] += map(tuple, event["items"])
+            now["read"] += 1
+            now["last"] = event["place"]
+            now["validated"] |= not event["grad"]
+        elif now:
+            now["trained"] |= event["kind"] == "backward"
+            now["backwards"] += event["kind"] == "backward"
+            now["validated"] |= event["kind"] == "forward" and not event["trains"]
+    for one in passes.values():
+        one["validated"] &= not one["trained"]
+        one["whole"] = one["read"] == one["batches"]
+    return [one for one in passes.values() if one["read"]]
+
+
+def times_seen(row):
+    """Counter: how often each item was read in a row of passes."""
+    return collections.Counter(name for one in row for name in names(one))

@@ -1,0 +1,89 @@
+"""Collectives and messages: who calls which, with what; what backward() sees of them."""
+
+import torch.distributed as dist
+
+from ..events import note, total, users_line
+from . import caller, wrap
+from .optimizers import is_gradient
+
+COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
+scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_gather_object
+gather_object broadcast_object_list scatter_object_list monitored_barrier""".split()
+MESSAGES = "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
+IN_PLACE = "all_reduce reduce broadcast".split()
+SMALL = 64  # elements: the sum of such a tensor is noted
+PENDING = {}  # address of a tensor: (line, Work), of async_op=True, until wait() is called
+
+
+def install(torch):
+    for name in COLLECTIVES:
+        wrap_collective(torch, name)
+    for name in MESSAGES:
+        if hasattr(dist, name):
+            wrap(dist, name, waits=name)
+    wrap(dist.Work, "wait", before=waited, waits="wait()")
+    for name in ("item", "tolist", "numpy", "__float__"):
+        wrap(torch.Tensor, name, before=read)
+
+
+def wrap_collective(torch, name):
+    def before(*args, **kwargs):
+        tensor = next((x for x in [*args, *kwargs.values()] if torch.is_tensor(x)), None)
+        group = kwargs.get("group") or next((x for x in args if is_group(x)), None)
+        note(
+            "collective",
+            name=name,
+            shape=None if tensor is None else [str(tensor.dtype), *tensor.shape],
+            number=sum_of_small(torch, tensor),
+            gradients=None if tensor is None else is_gradient(tensor),
+            whole=group is None or group == dist.group.WORLD,
+        )
+
+    def after(work, *args, **kwargs):
+        tensor = next((x for x in [*args, *kwargs.values()] if torch.is_tensor(x)), None)
+        if tensor is None:
+            return
+        line = users_line(caller())
+        if kwargs.get("async_op") and work is not None and len(PENDING) < 1000:
+            PENDING[tensor.data_ptr()] = line, work
+        # Its graph does not know of it. An autograd.Function, where that is off, has its own way.
+        in_place = name in IN_PLACE and getattr(tensor, "grad_fn", None) is not None
+        if in_place and torch.is_grad_enabled():
+            tensor.register_hook(lambda gradient: arrived(gradient, line))
+
+    wrap(dist, name, before, after, waits=name)
+
+
+def is_group(x):
+    return isinstance(x, dist.ProcessGroup)
+
+
+def sum_of_small(torch, tensor):
+    """What it adds up to: of counts and means, never of what a gradient goes through."""
+    if tensor is None or tensor.requires_grad or not 0 < tensor.numel() <= SMALL:
+        return None
+    return None if tensor.dtype == torch.bool else float(total(tensor))
+
+
+def arrived(gradient, line):
+    one = gradient.numel() == 1
+    if not one or gradient.item() != 1:  # else it is that of each process's own part
+        note("gradient", line=line, one=one)
+
+
+def waited(work, *_, **__):
+    for address in [key for key, (_, pending) in PENDING.items() if pending is work]:
+        del PENDING[address]
+
+
+def read(tensor, *_, **__):
+    if PENDING and tensor.data_ptr() in PENDING:
+        line, _ = PENDING.pop(tensor.data_ptr())
+        note("unwaited", line=line, read=True)
+
+
+def note_unwaited():
+    """At the end of a process."""
+    for line, _ in PENDING.values():
+        note("unwaited", line=line, read=False)
+    PENDING.clear()

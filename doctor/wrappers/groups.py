@@ -1,0 +1,27 @@
+"""Process groups: when a process joins one, and whether some processes make one of their own."""
+
+import os
+
+from ..events import note
+from . import wrap
+
+
+def install(torch):
+    dist = torch.distributed
+
+    def joined(*args, **kwargs):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        note("group", rank=rank, local=os.environ.get("LOCAL_RANK"), world_size=size)
+
+    def new_group(_, ranks=None, *args, **kwargs):
+        if ranks is not None and len(ranks) < dist.get_world_size():
+            note("part")
+
+    def mesh(_, self, *args, **kwargs):
+        if self.ndim > 1:
+            note("part")
+
+    wrap(dist, "init_process_group", after=joined, waits="init_process_group")
+    wrap(dist, "new_group", after=new_group, waits="new_group")
+    wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh, waits="the constructor of DeviceMesh")
+    wrap(dist.algorithms.join.Join, "__enter__", before=lambda self: note("join"))

@@ -1,0 +1,128 @@
+"""Loaders of data: each pass over one, and the items of its batches.
+
+Methods only are wrapped: the iterator that a script gets is the one that torch made.
+"""
+
+import collections
+import itertools
+import os
+
+from ..events import RECORD, note, note_in_worker, total, users_line
+from . import caller, wrap
+from .optimizers import random_states
+
+numbers = itertools.count()  # of passes over a loader
+bases = {}  # id of a data set below all Subsets: (its number, itself: no other gets its id)
+drawn = {"batches": 0, "libraries": set()}  # in a worker of a loader: which libraries drew
+
+
+def install(torch):
+    data = torch.utils.data
+    iterator = data.dataloader._BaseDataLoaderIter
+    fetcher = data._utils.fetch._MapDatasetFetcher
+    wrap(data.DataLoader, "__init__", after=made)
+    wrap(data.DistributedSampler, "__init__", after=made)
+    wrap(data.DataLoader, "__iter__", forget, begin)
+    wrap(iterator, "_next_index", after=asked)
+    wrap(iterator, "__next__", before=given_out, after=lambda *args: got(torch, *args))
+    states = []
+
+    def before_items(*_):
+        if os.getpid() != RECORD.pid and RECORD.pid and drawn["batches"] < 20:
+            states[:] = [random_states(torch)]
+
+    def after_items(*_):
+        if states:
+            drawn["batches"] += 1
+            note_drawn(states.pop(), random_states(torch))
+
+    wrap(fetcher, "fetch", before_items, after_items)
+
+
+def note_drawn(before, after):
+    for library in before:
+        if before[library] != after[library] and library not in drawn["libraries"]:
+            drawn["libraries"].add(library)
+            note_in_worker("drew", of=library)
+
+
+def made(_, self, *args, **kwargs):
+    self.doctors_line = users_line(caller())
+
+
+def length(of):
+    try:
+        return len(of)
+    except TypeError:  # of a stream
+        return None
+
+
+def forget(self):
+    if self._iterator is not None:  # workers that persist have read ahead
+        for name in ("doctors_queue", "doctors_count"):
+            self._iterator.__dict__.pop(name, None)
+
+
+def begin(iterator, self):
+    from torch.utils.data import IterableDataset
+
+    sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
+    size = length(self.dataset)
+    iterator.doctors_pass = next(numbers)
+    note(
+        "pass",
+        number=iterator.doctors_pass,
+        made=self.doctors_line,
+        batches=length(self),
+        workers=self.num_workers,
+        size=size,
+        stream=isinstance(self.dataset, IterableDataset),
+        sampler=getattr(sampler, "doctors_line", self.doctors_line),
+        length=length(sampler),
+        drops=bool(self.drop_last),
+        # What a DistributedSampler has.
+        seed=getattr(sampler, "seed", None),
+        epoch=getattr(sampler, "epoch", None),
+        rank=getattr(sampler, "rank", None),
+        num_replicas=getattr(sampler, "num_replicas", None),
+        shuffle=getattr(sampler, "shuffle", None),
+        padding=(getattr(sampler, "total_size", 0) or 0) - (size or 0),
+        trims=type(self).__module__.startswith("accelerate"),  # in gather_for_metrics
+    )
+
+
+def asked(index, self):
+    self.__dict__.setdefault("doctors_queue", collections.deque()).append(index)
+
+
+def given_out(self):
+    self.doctors_count = getattr(self, "doctors_count", 0) + 1
+    if RECORD.steps and self.doctors_count > RECORD.steps:
+        note("cut", number=getattr(self, "doctors_pass", -1))
+        raise StopIteration
+
+
+def got(torch, batch, self):
+    """Each item is (name, sum of its label, of its image): a name may be of other data."""
+    from torch.utils._pytree import tree_leaves
+
+    index = self.doctors_queue.popleft()
+    index = index if type(index) is list else [index]
+    tensors = [x for x in tree_leaves(batch) if hasattr(x, "is_complex") and x.ndim]
+    if isinstance(self._dataset, torch.utils.data.IterableDataset):  # its items have no numbers
+        items = [(" ".join(map(total, tensors)), 0, 0)]
+    else:
+        sums = [x for x in tensors if len(x) == len(index)]
+        sums = [[*map(total, x)] for x in sorted(sums, key=lambda x: x.numel())] or [index]
+        names = [name_of(torch, self._dataset, i) for i in index]
+        items = [(name, *(of[i] for of in (sums[0], sums[-1]))) for i, name in enumerate(names)]
+    grad = torch.is_grad_enabled()
+    note("batch", number=getattr(self, "doctors_pass", -1), items=items, grad=grad)
+
+
+def name_of(torch, dataset, index):
+    """The name of an item: its data set's number, its index there."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    number, _ = bases.setdefault(id(dataset), (len(bases), dataset))
+    return f"{number}:{index}"

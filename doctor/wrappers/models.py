@@ -1,0 +1,114 @@
+"""Models: those that DDP has wrapped, and the plain ones; in which order they are called."""
+
+import collections
+import gc
+import weakref
+
+from ..events import is_plain, note, total
+from . import wrap
+
+MODELS = []  # those that DDP has wrapped
+NAMES = {}  # id of a parameter: (number of its model, its name)
+ORDERS = collections.defaultdict(list)  # model: what was done since its last step, (letter, line)
+FORWARD = "the forward pass of DDP"
+
+inside = []  # models whose wrapped forward pass has begun, and not yet the plain one
+validated = set()  # plain models that were validated since the last step
+running, kinds = set(), set()  # plain models whose forward pass runs; classes that are wrapped
+watched = weakref.WeakSet()  # plain models: of DDP, and those that train() or eval() was called on
+changing = []  # the model whose train() runs: it calls that of its parts
+
+
+def install(torch):
+    from torch.nn.parallel import DistributedDataParallel as Wrapper
+
+    grads = torch.is_grad_enabled
+
+    def watch(module):
+        watched.add(module)
+        kind = type(module)
+        if kind not in kinds and not isinstance(module, torch.jit.ScriptModule):
+            kinds.add(kind)  # of the class: an attribute of the model would be saved with it
+            wrap(kind, "forward", before=plain_forward, after=leave_forward)
+
+    def wrapped(_, self, *args, **kwargs):
+        number = len(MODELS)
+        MODELS.append(self)
+        weights = self.module.named_parameters()
+        alike = {id(w): (number, n) for n, w in weights if n not in self.parameters_to_ignore}
+        NAMES.update(alike)
+        note("wrap", frozen=frozen())
+        watch(self.module)
+
+    def forward(self, *args, **kwargs):
+        inside.append(self)
+        note_forward(self, "F" if self.require_backward_grad_sync else "f")
+
+    def note_forward(model, letter):
+        module = model.module
+        event = note(
+            "forward", trains=module.training and grads(), training=module.training, wrapped=True
+        )
+        if module.training and grads():
+            ORDERS[MODELS.index(model)].append((letter, event["line"]))
+
+    def plain_forward(module, *args, **kwargs):
+        if running or module not in watched:  # running: a part, or of a class that calls its parent
+            return
+        running.add(module)
+        model = next((model for model in MODELS if model.module is module), None)
+        if model in inside:
+            inside.remove(model)
+        elif model:
+            note_forward(model, "p")
+        elif grads():
+            trains, mode = module.training, module.training
+            note("forward", trains=trains, training=mode, wrapped=False)
+        if grads() and module.training:
+            validated.discard(module)
+        elif not grads() and module not in validated:
+            validated.add(module)
+            note_validation(module, wrapped=model is not None)
+
+    def leave_forward(_, module, *args, **kwargs):
+        running.discard(module)
+
+    def mode_set(self, *args, **kwargs):
+        if not changing:
+            changing.append(self)
+            if not isinstance(self, Wrapper):
+                watch(self)
+
+    def mode_was_set(_, self, *args, **kwargs):
+        if changing == [self]:
+            changing.clear()
+
+    def backward(*args, **kwargs):
+        event = note("backward")
+        for number in range(len(MODELS)):
+            ORDERS[number].append(("B", event["line"]))
+
+    def leave(*_):  # a DDP that outlives its group may abort
+        MODELS.clear()
+        validated.clear()
+        gc.collect()
+
+    wrap(torch.distributed, "destroy_process_group", before=leave)
+    wrap(Wrapper, "__init__", after=wrapped, waits="the constructor of DDP")
+    wrap(Wrapper, "forward", before=forward, waits=FORWARD)
+    wrap(torch.autograd, "backward", before=backward, waits="backward")
+    wrap(torch.nn.Module, "train", before=mode_set, after=mode_was_set)  # eval() calls it
+
+
+def note_validation(module, wrapped):
+    """The model that is validated, as sums of its tensors. A part of one on several is left out."""
+    weights = {name: total(w) for name, w in module.named_parameters() if is_plain(w)}
+    buffers = {name: total(buffer) for name, buffer in module.named_buffers() if is_plain(buffer)}
+    mode = module.training
+    note("validates", training=mode, weights=weights, buffers=buffers, wrapped=wrapped)
+
+
+def frozen():
+    """The names of the weights of wrapped models that get no gradient."""
+    models = [dict(model.module.named_parameters()) for model in MODELS]
+    return [n for named in models for n, weight in named.items() if not weight.requires_grad]

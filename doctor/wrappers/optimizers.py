@@ -1,0 +1,146 @@
+"""Steps of optimizers: the weights before them, what was done since the last, what was drawn."""
+
+import hashlib
+import sys
+import weakref
+
+from ..events import is_plain, note, total
+from . import wrap
+from .models import NAMES, ORDERS
+
+OPTIMIZERS = []  # weak references, in the order in which they were made
+stepping = set()  # optimizers in their step, which may call that of their parent class
+zeroed = {}  # id of an optimizer: calls of zero_grad() since its last step
+scaled = []  # the GradScaler whose scale() was called since the last unscale_(), if it is on
+gradients = {}  # of is_gradient(): {"addresses": ..., "whole": ...}, until the next backward()
+
+
+def install(torch):
+    from torch.optim import optimizer as optimizers
+
+    optimizers.register_optimizer_step_pre_hook(lambda *args: step(torch, *args))
+    optimizers.register_optimizer_step_post_hook(leave_step)
+    wrap(torch.optim.Optimizer, "__init__", after=made)
+    wrap(torch.optim.Optimizer, "zero_grad", before=zero)
+    wrap(torch.nn.Module, "zero_grad", before=zero_of_model)
+    wrap(torch.autograd, "backward", before=lambda *_, **__: gradients.clear())
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrap(torch.nn.utils, name, lambda *_, **__: note("clip", scaled=bool(scaled)))
+    wrap_scaler(torch.amp.GradScaler)
+    wrap_schedules(torch.optim.lr_scheduler)
+    wrap(torch, "manual_seed", before=lambda seed: note("seed", seed=int(seed)))
+
+
+def step(torch, optimizer, *_):
+    """Weights before a step: after it, some optimizers have still to send them."""
+    if optimizer in stepping:
+        return
+    stepping.add(optimizer)
+    optimizer.doctors_steps = getattr(optimizer, "doctors_steps", 0) + 1
+    looks = optimizer.doctors_steps <= 50 or optimizer.doctors_steps % 50 == 0  # it takes time
+    weights = [w for group in optimizer.param_groups for w in group["params"]]
+    wrapped = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
+    own = [(i, w) for i, w in enumerate(weights) if id(w) not in NAMES and is_plain(w)]
+    models = {model for model, *_ in wrapped}
+    note(
+        "step",
+        optimizer=number(optimizer),
+        weights={f"{model}.{name}": total(w) for model, name, w in wrapped if looks},
+        own={f"{i} {[*w.shape]}": total(w) for i, w in own if looks},
+        ours=len(own),
+        order={str(model): ORDERS.pop(model, []) for model in models},
+        lr=[float(group["lr"]) for group in optimizer.param_groups],
+        random=random_states(torch),
+        zeroed=zeroed.pop(id(optimizer), 0),
+    )
+    gradients.clear()
+
+
+def leave_step(optimizer, *_):
+    stepping.discard(optimizer)
+
+
+def number(optimizer):
+    """Its number among the optimizers of this process."""
+    known = [reference() for reference in OPTIMIZERS]
+    if optimizer not in known:
+        known.append(optimizer)
+        OPTIMIZERS.append(weakref.ref(optimizer))
+    return known.index(optimizer)
+
+
+def made(_, self, *args, **kwargs):
+    zeroed[id(self)] = 0
+    number(self)
+
+
+def zero(self, *args, **kwargs):
+    zeroed[id(self)] = zeroed.get(id(self), 0) + 1
+
+
+def zero_of_model(self, *args, **kwargs):
+    for key in zeroed:
+        zeroed[key] += 1
+
+
+def random_states(torch):
+    """{library: a short name of the state of its random numbers}"""
+    states = {"torch": torch.get_rng_state().numpy().tobytes()}
+    if "random" in sys.modules:
+        states["random"] = str(hash(sys.modules["random"].getstate())).encode()
+    if "numpy" in sys.modules:
+        state = sys.modules["numpy"].random.get_state(legacy=False)["state"]
+        states["numpy"] = state["key"].tobytes() + str(state["pos"]).encode()
+    return {name: hashlib.md5(state).hexdigest() for name, state in states.items()}
+
+
+def is_gradient(tensor):
+    """Whether it is the gradient of a weight of an optimizer, or as long as all of them: flattened.
+
+    "wrapped" if DDP knows the weight and has averaged the gradient already, "own" if not; None.
+    """
+    if not gradients:
+        optimizers = [optimizer for ref in OPTIMIZERS if (optimizer := ref())]
+        weights = [w for o in optimizers for group in o.param_groups for w in group["params"]]
+        kind = {id(w): "wrapped" if id(w) in NAMES else "own" for w in weights}
+        there = [w for w in weights if w.grad is not None and is_plain(w.grad)]
+        gradients["at"] = {w.grad.data_ptr(): kind[id(w)] for w in there}
+        gradients["whole"] = sum(w.numel() for w in weights)
+    if not gradients["at"]:
+        return None
+    whole = tensor.numel() == gradients["whole"] and tensor.numel() > 1
+    return gradients["at"].get(tensor.data_ptr(), "own" if whole else None)
+
+
+def wrap_scaler(scaler):
+    def new(_, self, *args, enabled=True, **kwargs):
+        self.doctors_enabled = enabled  # as it was meant: without a GPU torch turns it off
+
+    def scale(self, outputs):
+        scaled[:] = [self] if self.doctors_enabled else []
+
+    wrap(scaler, "__init__", after=new)
+    wrap(scaler, "scale", before=scale)
+    wrap(scaler, "unscale_", before=lambda *_: scaled.clear())
+    wrap(scaler, "update", before=lambda *_: scaled.clear())
+
+
+def wrap_schedules(rates):
+    schedules = []
+
+    def new(_, self, *args, **kwargs):
+        length = getattr(self, "T_max", None) or getattr(self, "total_steps", None)
+        schedules.append(self)
+        if length:
+            note("schedule", number=len(schedules) - 1, length=length)
+
+    def rate(_, self, *args, **kwargs):
+        if self in schedules:
+            note("rate", number=schedules.index(self), done=self.last_epoch)
+
+    def plateau(self, metrics, *args, **kwargs):
+        note("plateau", value=str(float(metrics)))
+
+    wrap(rates.LRScheduler, "__init__", after=new)
+    wrap(rates.LRScheduler, "step", after=rate)
+    wrap(rates.ReduceLROnPlateau, "step", before=plateau)

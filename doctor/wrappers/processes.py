@@ -1,0 +1,53 @@
+"""Processes that the script starts by mp.spawn or Process(target=...): they are looked at, too."""
+
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import sys
+
+from ..events import RECORD, note
+from . import wrap
+
+
+class Early:
+    """Wraps in a process that starts anew, before it reads the script (unpickling calls exec)."""
+
+    def __reduce__(self):
+        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        code = f"import runpy; runpy.run_path({here!r})['load']()\n"
+        return exec, (code + "import doctor.wrappers; doctor.wrappers.install()",)
+
+
+class Inside:
+    """What such a process calls instead of its target."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __call__(self, *args, **kwargs):
+        from ..process import begin, noted_end
+
+        begin()
+        with noted_end():
+            return self.target(*args, **kwargs)
+
+
+def install(torch):
+    base = multiprocessing.process.BaseProcess
+    real, prepared = base.__init__, multiprocessing.spawn.get_preparation_data
+
+    def start(self, group=None, target=None, *args, **kwargs):
+        worker = getattr(target, "__module__", "").startswith("torch.utils.data")
+        real(self, group, Inside(target) if target and not worker else target, *args, **kwargs)
+
+    def spawns(fn, args=(), nprocs=1, *_, **__):
+        """Below the launcher, each of its processes would start so many, on one port."""
+        if RECORD.launched and nprocs > 1 and not torch.distributed.is_initialized():
+            note("spawns")
+            os._exit(0)  # launch.examine() starts the script again, without a launcher
+
+    base.__init__ = start
+    multiprocessing.spawn.get_preparation_data = lambda name: {"doctor": Early(), **prepared(name)}
+    # torch.multiprocessing.spawn is a function of this module, which hides the module.
+    wrap(sys.modules["torch.multiprocessing.spawn"], "start_processes", before=spawns)
+    wrap(torch.multiprocessing, "start_processes", before=spawns)

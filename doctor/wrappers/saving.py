@@ -1,0 +1,26 @@
+"""Files that the script saves and loads. That none is lost is the work of files/."""
+
+import os
+
+from ..events import note
+from . import wrap
+
+
+def install(torch):
+    wrap(torch, "save", before=save)
+    wrap(torch, "load", before=lambda f, *_, **__: note("load", path=path_of(f)))
+
+
+def path_of(file):
+    """The absolute path of what is given by a str, a Path or an open file; or None."""
+    name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
+    return (
+        os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else None
+    )
+
+
+def save(obj, f, *args, **kwargs):
+    inner = obj.values() if isinstance(obj, dict) else []
+    dicts = [some for some in (obj, *inner) if isinstance(some, dict) and some]
+    of_wrapped = any(all(str(key).startswith("module.") for key in some) for some in dicts)
+    note("save", path=path_of(f), of_wrapped=of_wrapped)
