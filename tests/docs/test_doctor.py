@@ -460,7 +460,9 @@ def test_every_place_is_a_heading_of_the_page():
     places |= {place for place, _ in WRONG_ORDERS.values()}
     for page in ("bugs.md", "doctor.md"):
         known = anchors((ROOT / "docs" / page).read_text())
-        assert {p.removeprefix("doctor.md#") for p in places if ("#" in p) == (page == "doctor.md")} <= known
+        assert {
+            p.removeprefix("doctor.md#") for p in places if ("#" in p) == (page == "doctor.md")
+        } <= known
 
 
 def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):
