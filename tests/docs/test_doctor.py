@@ -1,4 +1,4 @@
-"""doctor.py names the mistakes of bugs/, at their lines, and nothing in scripts that are right."""
+"""The doctor names the mistakes of bugs/, at their lines, and nothing in scripts that are right."""
 
 import json
 import re
@@ -19,17 +19,18 @@ from tests.docs.test_docs import anchors
 PAGE = (ROOT / "docs/doctor.md").read_text()
 DOCTOR = [PYTHON, ROOT / "doctor", "--quick"]
 FINDING = re.compile(r"^ (\S+):(\d+)  (.*)  → docs/bugs\.md#(\S+)$", re.M)
-# What the line says that is named, and flags. Those without a mark are quick, and run first.
+# What the line says that is named. "all runs": the other runs of plain use find it. Those without a
+# mark are quick, and come first.
 LOOP, MODEL = "for images, target in train_loader:", "model = Dist"
 NAMED = {
     "all_reduce_on_rank_0": ["dist.all_reduce(correct)"],
-    "batch_per_process": ["train_loader = ", "--against-one"],
+    "batch_per_process": ["train_loader = ", "all runs"],
     "branch_on_data": ["output = model("],
     "clip_before_unscale": ["clip_grad_norm_"],
     "early_stop_on_rank_0": ["output = model("],
     "freeze_after_wrap": [MODEL],
-    "local_rank_0": ["torch.save", "--nodes=2"],
-    "local_rank_in_sampler": ["sampler = Dist", "--nodes=2"],
+    "local_rank_0": ["torch.save", "all runs"],
+    "local_rank_in_sampler": ["sampler = Dist", "all runs"],
     "loss_all_reduced": ["dist.all_reduce(loss)"],
     "masked_mean": ["loss = "],
     "model_on_rank_0": ["output = model("],
@@ -46,7 +47,7 @@ NAMED = {
     "plateau_per_process": ["scheduler.step"],
     "rank_0_prepares": ["dist.barrier()"],
     "resume_on_rank_0": ["torch.load"],
-    "resume_repeats_epoch": [LOOP, "--twice"],
+    "resume_repeats_epoch": [LOOP, "all runs"],
     "same_seed": ["torch.manual_seed"],
     "sampler_without_seed": ["sampler = Dist"],
     "save_on_every_rank": ["torch.save"],
@@ -56,7 +57,7 @@ NAMED = {
     "ratio_all_reduced": ["dist.all_reduce(sums)"],
     "two_forwards": ["flipped, target"],
     "unfreeze_after_wrap": [MODEL],
-    "uneven_parts": ["train_loader = ", "-n3"],
+    "uneven_parts": ["train_loader = ", "all runs"],
     "validation_not_shared": ["val_loader = "],
     "workers_per_process": ["train_loader = "],
 }
@@ -151,7 +152,7 @@ def test_a_count_of_all_in_each_process_is_certain_above_100_percent(tmp_path):
 
 def test_its_own_flags_come_first(tmp_path):
     (tmp_path / "script.py").write_text("import torch\n")
-    said = run([*DOCTOR, "script.py", "--twice"], tmp_path, env=USER, code=2)
+    said = run([*DOCTOR, "script.py", "all runs"], tmp_path, env=USER, code=2)
     assert said.endswith("error: put --twice before script.py: it is a flag of the doctor\n")
 
 
@@ -191,11 +192,12 @@ NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.soak)) for name in
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_the_mistake_and_nothing_else(name, tmp_path):
-    said, *flags = NAMED[name]
+    said, *all_runs = NAMED[name]
+    doctor = DOCTOR[:2] if all_runs else DOCTOR
     if name == "resume_on_rank_0":
         good(copied(tmp_path, epochs=1), ranks=2)  # there is a digits.pth
     script = copied(tmp_path, name, 5 if name in WHOLE else 2)
-    output = run(["sh", "-c", '"$@"; true', "-", *DOCTOR, *flags, script], tmp_path, env=USER)
+    output = run([*doctor, script], tmp_path, env=USER, code=None)
     found = FINDING.findall(output)
     assert [place for *_, place in found] == [heading_of(name)], output
     assert said in script.read_text().splitlines()[int(found[0][1]) - 1], output
@@ -223,13 +225,8 @@ def test_every_mistake_is_named_or_is_known_not_to_be():
 
 def words_on_the_page(name):
     """What docs/bugs.md and its Chinese twin say of a mistake: whether the doctor sees it."""
-    flags = [
-        f"`{flag.replace('=', ' ').replace('-n3', '-n 3')}`" for flag in NAMED.get(name, [""])[1:]
-    ]
     if name in NOT_NAMED:
         return "**Doctor**: no. ", "查不出。"
-    if flags:
-        return f"**Doctor**: yes, with {flags[0]}. ", f"加上 {flags[0]} 能指出。"
     return "**Doctor**: yes. ", "能指出。"
 
 
