@@ -1,6 +1,6 @@
-"""What the doctor finds in a script whose processes are forked here: no launcher, no import of torch.
+"""What the doctor finds in a script whose processes are forked here: nothing imports torch again.
 
-What it wraps, records and judges is the same; how it starts and ends a run is tested by its command.
+What it wraps, records and judges is the same. How it starts and ends a run is tested elsewhere.
 """
 
 import json

@@ -190,7 +190,7 @@ SEEN = {
         [
             (
                 REDUCE,
-                f"{REDUCE}\n    mine = torch.zeros(3 + rank)\n    dist.all_gather([mine, mine], mine)",
+                f"{REDUCE}\n    x = torch.zeros(3 + rank)\n    dist.all_gather([x, x], x)",
             )
         ],
         True,
@@ -264,7 +264,7 @@ def seen_in(folder, edits=()):
     """[(certain, text, what stands in the line)], and the output."""
     script = folder / "train.py"
     script.write_text(edited(RIGHT, edits))
-    runs, found, output = looked_at(script)
+    _, found, output = looked_at(script)
     return [(one.certain, one.text, line) for one, line in found], output
 
 
