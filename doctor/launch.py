@@ -40,7 +40,7 @@ def examine(args, folder, processes, nodes=1, env=None):
     try:
         while job.poll() is None:
             deaths.wait(0.5)
-            stopped = stopped or stands_still(folder, args.patience)
+            stopped = stopped or stands_still(folder, args.patience, deaths.pids)
             if stopped:
                 stop(folder, deaths)
     finally:
@@ -77,7 +77,7 @@ class Deaths:
 
     def __init__(self, folder):
         self.folder, self.files, self.poll = folder, {}, select.poll()
-        self.pids = set()  # those that are gone
+        self.pids = set()  # those that are gone, or were ended by the doctor
         self.alone = {}  # pid: {"signal": ..., "order": ...}, of those without an end of their own
 
     def wait(self, seconds):
@@ -97,9 +97,10 @@ class Deaths:
             self.poll.unregister(file)
             os.close(file)
             self.files[pid] = None
+            ended = last_event(Path(self.folder, f"{pid}.jsonl"))["kind"] in ("end", "spawns")
+            if pid not in self.pids and not ended:
+                self.alone[pid] = {"signal": signal_of(pid), "order": len(self.pids)}
             self.pids.add(pid)
-            if last_event(Path(self.folder, f"{pid}.jsonl"))["kind"] not in ("end", "spawns"):
-                self.alone[pid] = {"signal": signal_of(pid), "order": len(self.alone)}
 
 
 def signal_of(pid):
@@ -110,9 +111,13 @@ def signal_of(pid):
     return None
 
 
-def stands_still(folder, patience):
-    """Why the run must be ended, or "". A process says every `patience` seconds that it stands."""
-    last = [event for event in last_events(folder).values() if not event.get("outside")]
+def stands_still(folder, patience, gone):
+    """Why the run must be ended, or "". A process says every `patience` seconds that it stands.
+
+    gone: processes that are no more: none waits for them, or else in vain.
+    """
+    last = [event for pid, event in last_events(folder).items() if pid not in gone]
+    last = [event for event in last if not event.get("outside")]
     waiting = [event for event in last if event.get("where")]
     if not waiting or any(event["kind"] not in ("stands", "end") for event in last):
         return ""
@@ -145,5 +150,6 @@ def last_event(path):
 def stop(folder, deaths):
     for pid, event in last_events(folder).items():
         if event["kind"] != "end" and pid not in deaths.pids:
+            deaths.pids.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -38,20 +38,20 @@ def begin():
 def watch(ended):
     """A thread: where nothing has happened for a while, note where the process stands."""
     torch = sys.modules["torch"]
-    seen, since, times = -1, time.monotonic(), 0
-    cpu, idle_since = 0.0, time.monotonic()
+    seen, since, cpu, times = -1, 0.0, 0.0, 0
     while not ended.wait(1):
-        now = time.monotonic()
-        # A busy machine may give a step little time; with GPUs, waiting takes time as well.
-        if time.process_time() - cpu > 0.5 and not torch.cuda.is_initialized():
-            cpu, idle_since = time.process_time(), now
         if RECORD.count != seen:
-            seen, since, times = RECORD.count, now, 0
-        if now - since > RECORD.patience:
+            seen, since, cpu, times = RECORD.count, time.monotonic(), time.process_time(), 0
+        seconds = time.monotonic() - since
+        if seconds > RECORD.patience * (times + 1):
             line, waits, reads = main_thread()
-            facts = {"busy": reads or now - idle_since < RECORD.patience, "times": times + 1}
-            note("stands", line=line, where=waits, outside=not waits and outside(), **facts)
-            seen, since, times = RECORD.count, now, times + 1
+            # A busy machine may give it little time; with GPUs, waiting takes time as well.
+            computes = time.process_time() - cpu > 0.05 * seconds
+            busy = reads or (computes and not torch.cuda.is_initialized())
+            times += 1
+            alone = not waits and outside()
+            note("stands", line=line, where=waits, busy=busy, times=times, outside=alone)
+            seen = RECORD.count
 
 
 def outside():

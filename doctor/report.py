@@ -11,18 +11,15 @@ def failed(runs):
     """Each process that failed or was ended from outside, in words, the cause first."""
     said = []
     for run in runs:
-        first = min((p.died["order"] for p in run if p.died), default=None)
         for rank, process in enumerate(run):
             error, died = process.end["error"], process.died
             if error:
                 late = "closed by peer" in error or "reset by peer" in error
                 text = f"{process.end['line']}  rank {rank} failed: {error.splitlines()[0][:99]}"
                 said.append((late, text))
-            elif died and (died["order"] == first or died["signal"] not in LAUNCHERS):
-                by_launcher = died["signal"] in LAUNCHERS and any(p.end["error"] for p in run)
-                if not by_launcher:
-                    line = process.events[-1]["line"] if process.events else "?"
-                    said.append((False, f"{line}  rank {rank} {how_it_died(died['signal'])}"))
+            elif died and (died["order"] == 0 or died["signal"] not in LAUNCHERS):
+                line = process.events[-1]["line"] if process.events else "?"
+                said.append((False, f"{line}  rank {rank} {how_it_died(died['signal'])}"))
     return [text for _, text in sorted(said, key=lambda one: one[0])]
 
 

@@ -14,7 +14,8 @@ class Process:
     def __init__(self, events, died=None):
         self.events = [event | {"place": place} for place, event in enumerate(events)]
         self.passes = passes_of(self.events)
-        self.died = died  # {"signal": ..., "order": ...} if it ended without an "end", on its own
+        # {"signal": ..., "order": how many died before} if it ended without an "end", on its own
+        self.died = died
 
     def of(self, *kinds):
         return [event for event in self.events if event["kind"] in kinds]

@@ -20,6 +20,8 @@ def install(torch):
     for name in MESSAGES:
         if hasattr(dist, name):
             wrap(dist, name, waits=name)
+    for name in ("isend", "irecv"):  # P2POp compares with these
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
     wrap(dist.Work, "wait", before=waited, waits="wait()")
     for name in ("item", "tolist", "numpy", "__float__"):
         wrap(torch.Tensor, name, before=read)
