@@ -20,7 +20,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def parse_args():
     about = "Run a training script on two processes, and name the mistakes that it makes."
     more = "Give the script little data and two epochs, and a folder without its checkpoints."
-    more += f" The mistakes: {DOCS / 'bugs.md'}; more: {DOCS / 'doctor.md'}."
+    if DOCS.is_dir():  # it may have been copied, or installed, without them
+        more += f" The mistakes: {DOCS / 'bugs.md'}; more: {DOCS / 'doctor.md'}."
     parser = argparse.ArgumentParser(prog="doctor", description=about, epilog=more)
     add = parser.add_argument
     add("-n", type=int, default=2, metavar="N", help="how many processes (default: 2)")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from conftest import PYTHON, ROOT, run
@@ -178,3 +179,19 @@ def test_without_docstrings(tmp_path):
 def test_the_old_name(tmp_path):
     """python doctor.py, of older instructions."""
     assert "usage: doctor" in run([PYTHON, ROOT / "doctor.py", "--help"], tmp_path, env=USER)
+
+
+@pytest.mark.full
+def test_pip_installs_it_as_a_command(tmp_path):
+    """From a copy: pip builds in the folder that it is given."""
+    for name in ("doctor", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    words = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--target", "here", "."]
+    run(words, tmp_path, env=USER, code=0)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/train.py").write_text(HEAD + "dist.all_gather([x], torch.ones(1 + rank))\n")
+    env = USER | {"PYTHONPATH": str(tmp_path / "here")}
+    words = [PYTHON, tmp_path / "here/bin/doctor", "--quick", "train.py"]
+    output = run(words, tmp_path / "work", env=env, code=None)
+    assert "is given tensors of shape [1] and [2]" in output, output
