@@ -263,9 +263,8 @@ class Keeper:
             yield self.places[folder]
         own = os.path.join(self.journal.folder, b"kept")
         yield from (p for p in [own, *self.journal.stores] if on(p, device))
-        for high in reversed(
-            [folder, *parents(folder)]
-        ):  # the highest: the run may remove the lower
+        # The highest first: the run may remove the lower ones.
+        for high in reversed([folder, *parents(folder)]):
             if on(high, device) and writable(high):
                 hidden = os.path.join(high, HIDDEN + os.path.basename(self.journal.folder))
                 if hidden not in self.journal.stores:
