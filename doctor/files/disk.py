@@ -35,6 +35,8 @@ def walk(top):
         if not info:
             continue
         yield folder, info
+        if not stat.S_ISDIR(info.st_mode):
+            continue
         with contextlib.suppress(OSError):
             for path in sorted(os.path.join(folder, name) for name in os.listdir(folder)):
                 info = seen(path)

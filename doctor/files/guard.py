@@ -52,7 +52,9 @@ class Run:
             outlived = self.end_processes()
             self.is_done = True
             done = restore.put_back(self.journal, keep)
-            unseen = inventory.changed(self.before, inventory.inventory(self.folder))
+            unseen = []
+            if not self.journal.met:  # else it may be the other run's
+                unseen = inventory.changed(self.before, inventory.inventory(self.folder))
             lines = tell.lines(done, self.folder, unseen)
         if outlived:
             lines.append(f"could not be ended: processes {', '.join(map(str, outlived))}")

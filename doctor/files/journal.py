@@ -102,6 +102,7 @@ class Journal:
         self.stores = []  # hidden folders of kept files
         self.programs = set()
         self.notes = set()
+        self.met = False  # whether another run began or went on beside it
         self.done = False
 
     # ---- reading
@@ -153,6 +154,8 @@ class Journal:
             self.notes.add(entry["text"])
         elif do == "run":
             self.header = entry
+        elif do == "met":
+            self.met = True
         elif do == "done":
             self.done = True
 
@@ -243,6 +246,10 @@ def begin(root, caches):
         journal = Journal(folder)
         caches = [path.decode("latin-1") for path in caches]
         journal.append({"do": "run", "host": socket.gethostname(), "caches": caches}, sync=True)
+        for other in [*runs(root)]:
+            if other.folder != folder:
+                other.append({"do": "met"})
+                journal.append({"do": "met"})
     beat(folder)
     return journal, alive
 

@@ -218,7 +218,7 @@ class Keeper:
         """An entry of a folder's mode and time, before something in it changes."""
         info = seen(path)
         if info and stat.S_ISDIR(info.st_mode) and not self.journal.known(path):
-            entry = {"do": "folder", "path": path, "facts": facts(info)}
+            entry = self.shared(path) or {"do": "folder", "path": path, "facts": facts(info)}
             for other in self.others.values():
                 earlier = other.first.get(path)
                 if earlier and earlier["do"] == "folder" and not other.done:

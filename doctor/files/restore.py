@@ -85,13 +85,11 @@ class Restore:
 
     def hand_over(self, path):
         """Another run has touched it too: the last that ends puts it back."""
-        entry, info = self.journal.first[path], seen(path)
-        states = [{"do": "state", "path": path, "state": state(info)}] if info else []
-        if info and (stat.S_ISDIR(info.st_mode) or not self.ours(path, info)):
-            states = []
+        entry = self.journal.first[path]
+        states = [*self.states_of(path)] if self.others else []
         if entry["do"] == "shared":
-            self.handed.add(path)
-            for other in self.others:
+            for other in (other for other in self.others if other.known(path)):
+                self.handed.add(path)
                 other.append(*states)
             return
         if entry["do"] == "folder":
@@ -104,6 +102,11 @@ class Restore:
                 other.append(entry, *states, sync=True)
                 self.handed.add(path)
                 return
+
+    def states_of(self, path):
+        for inner, info in walk(path):
+            if not stat.S_ISDIR(info.st_mode) and self.ours(inner, info):
+                yield {"do": "state", "path": inner, "state": state(info)}
 
     # ---- what is new
 
