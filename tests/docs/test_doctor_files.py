@@ -4,8 +4,10 @@ A small script plays the doctor: it starts a script of the user's under doctor/f
 compares names, bytes, modes and times with what was there before.
 """
 
+import collections
 import contextlib
 import os
+import random
 import shutil
 import signal
 import stat
@@ -688,3 +690,95 @@ time.sleep(60)
     place.assert_unchanged(said)
     assert not any("left:" in one for one in said), said
     assert os.listdir(place.state) == ["lock"]
+
+
+# ---- 5. Soak: killed at random moments
+
+WILD = (
+    HEAD
+    + """
+import random, sqlite3
+NAMES = ["a", "b", "c", "hard", "hard2", "lone", "text.json", "log", "link", "dangling", "ckpt",
+         "ckpt/one", "ckpt/deep", "ckpt/deep/two", "runs", "runs/best.pth", "empty", "n", "ckpt/n",
+         "out", "out/n", "out/deep", "out/deep/n", "empty/n"]
+def write(p, q): open(p, random.choice(["w", "a", "r+", "w+", "x"])).write("new" * 1000)
+def save(p, q): open(p + ".tmp", "wb").write(b"new"); os.replace(p + ".tmp", p)
+def held(p, q): HELD.append(open(p, "a")); HELD[-1].write("new"); HELD[-1].flush()
+def database(p, q): d = sqlite3.connect(p + ".db"); d.execute("create table t (x)"); d.close()
+def program(p, q):
+    command = random.choice(["cp -r", "mv", "rm -rf", "touch", "tar cf", "mkdir", "ln", "ln -s"])
+    subprocess.run([*command.split(), p, q][: 3 + command.count(" ")], stderr=subprocess.DEVNULL)
+def child(p, q):
+    code = f"import shutil; open({p!r}, 'a').write('new'); shutil.move({p!r}, {q!r})"
+    subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+HELD = []
+ACTIONS = [write, write, save, save, held, database, program, child,
+    lambda p, q: os.rename(p, q), lambda p, q: shutil.rmtree(p), lambda p, q: os.remove(p),
+    lambda p, q: os.makedirs(p), lambda p, q: os.rmdir(p), lambda p, q: os.link(p, q),
+    lambda p, q: os.symlink(p, q), lambda p, q: os.truncate(p, 3), lambda p, q: shutil.move(p, q),
+    lambda p, q: shutil.copy2(p, q), lambda p, q: shutil.copytree(p, q),
+    lambda p, q: os.chmod(p, random.choice([0o600, 0o777, 0o500])),
+    lambda p, q: os.utime(p, (random.random(), 5)), lambda p, q: json.dump([p], open(q, "w"))]
+os.fork(); random.seed(os.getpid())
+if random.random() < 0.3:
+    os.fork(); random.seed(os.getpid())
+while True:
+    try:
+        random.choice(ACTIONS)(random.choice(NAMES), random.choice(NAMES))
+    except (OSError, ValueError, shutil.Error, sqlite3.Error) as error:
+        if "doctor" in str(error):
+            raise
+    del HELD[3:]
+"""
+)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_soak(tmp_path):
+    """DOCTOR_KILLS and DOCTOR_SEED choose how many, and which."""
+    kills = int(os.environ.get("DOCTOR_KILLS", "300"))
+    seed = int(os.environ.get("DOCTOR_SEED", str(time.time_ns() % 10**6)))
+    draw, counts = random.Random(seed), collections.Counter()
+    for number in range(kills):
+        place = Place(tmp_path / f"{number}/work")
+        libraries = number % 20 == 19
+        script = LIBRARIES if libraries else WILD
+        jobs = [place.start(script) for _ in range(2 if draw.random() < 0.1 else 1)]
+        said = []
+        for job in jobs:
+            said.append(job.stdout.readline())
+            time.sleep(draw.uniform(0, 9 if libraries else 1.5))
+            how = draw.choice(["both", "both", "both", "parent", "child", "TERM", "INT", "script"])
+            counts[how] += 1
+            kill_somehow(job, how)
+        for job in jobs:
+            said.append(job.communicate(timeout=60)[0])
+        while draw.random() < 0.3:  # killed while it puts back
+            counts["restore"] += 1
+            one = place.start("", "--restore")
+            time.sleep(draw.uniform(0.1, 0.5))
+            one.kill()
+            said.append(one.communicate()[0])
+        said.append(place.restore())
+        text = "\n".join(said)
+        place.assert_unchanged(f"seed {seed}, number {number}: {text}")
+        assert "the doctor failed" not in text and "left:" not in text, text
+        assert os.listdir(place.state) == ["lock"], text
+        assert not processes_of(place)
+        shutil.rmtree(tmp_path / str(number))
+    print(f"\n0 files lost in {sum(counts.values())} kills (seed {seed}): {dict(counts)}")
+
+
+def kill_somehow(job, how):
+    if job.poll() is not None or not children(job.pid):
+        return
+    if how == "both":
+        kill_both(job)
+    elif how == "script":
+        for pid in children(children(job.pid)[0]):
+            os.kill(pid, signal.SIGKILL)
+    elif how in ("parent", "child"):
+        os.kill(job.pid if how == "parent" else children(job.pid)[0], signal.SIGKILL)
+    else:
+        job.send_signal(signal.Signals["SIG" + how])
