@@ -30,7 +30,8 @@ class Run:
 
     def __init__(self):
         self.folder = os.getcwdb()
-        self.journal, self.alive = journal.begin(journal.state_folder(), caches())
+        begun = journal.begin(journal.state_folder(), self.folder, caches())
+        self.journal, self.mark, self.alive = begun
         self.before = inventory.inventory(self.folder)
         self.is_done = False
 
@@ -38,20 +39,24 @@ class Run:
         """The environment for the script's processes: each Python gets the hook by it."""
         path = os.environ.get("PYTHONPATH")
         return os.environ | {
-            RUN: os.fsdecode(self.journal.folder),
+            RUN: os.fsdecode(self.mark),
             "PYTHONPATH": f"{SITE}{os.pathsep}{path}" if path else SITE,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
     def end_processes(self):
-        return end_processes(self.journal.folder)
+        return end_processes([self.mark])
 
     def put_back(self, keep=False):
         """End what still runs, put everything back; returns the report's lines."""
         with signals_blocked():
             outlived = self.end_processes()
             self.is_done = True
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.mark)
             done = restore.put_back(self.journal, keep)
+            if not done:
+                return ["another doctor is at work here: it puts back what both have touched"]
             unseen = []
             if not self.journal.met:  # else it may be the other run's
                 unseen = inventory.changed(self.before, inventory.inventory(self.folder))
@@ -73,11 +78,15 @@ def caches():
 def restore_dead(say=None):
     """Put back what runs have left whose doctor was killed. Returns the report's lines."""
     root, lines = journal.state_folder(), []
+    with signals_blocked(), journal.locked(root):
+        restore.sweep(root)
     with signals_blocked():
         for one in [*journal.runs(root)]:
-            if any(not journal.doctor_lives(one.folder) or time.sleep(0.05) for _ in range(3)):
-                end_processes(one.folder)
+            if not journal.doctors_of(one.folder):
+                end_processes(journal.all_doctors_of(one.folder))
                 done = restore.put_back(one, limit=restore.last_beat(one))
+                if not done:
+                    continue
                 lines.append("an earlier run of the doctor was killed")
                 lines += tell.lines(done, os.getcwdb(), of="that run")
     return lines
@@ -208,10 +217,10 @@ def prctl(option, value):
 # ---- the run's processes
 
 
-def end_processes(folder):
+def end_processes(marks):
     """Kill all that the run has started, until none is left; returns those that do not die."""
     until = time.monotonic() + 10
-    while alive := processes(folder):
+    while alive := processes(marks):
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -221,11 +230,12 @@ def end_processes(folder):
     return []
 
 
-def processes(folder):
-    """Those below this one, and those that have the run's folder in their environment."""
+def processes(marks):
+    """Those below this one, and those that have one of the marks in their environment."""
     if not os.path.isdir("/proc/self"):
         return below_by_ps()
-    parent_of, marked, mark = {}, set(), RUN.encode() + b"=" + folder
+    parent_of, marked = {}, set()
+    marks = {RUN.encode() + b"=" + mark for mark in marks}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -236,7 +246,7 @@ def processes(folder):
                 continue
             parent_of[int(name)] = int(fields[1])
             with open(f"/proc/{name}/environ", "rb") as file:
-                if mark in file.read().split(b"\0"):
+                if marks & {*file.read().split(b"\0")}:
                     marked.add(int(name))
     return (marked | below(parent_of)) - {os.getpid(), os.getppid()}
 

@@ -6,13 +6,14 @@ programs that the script starts are in programs.py.
 """
 
 import contextlib
+import errno
 import os
 import sys
 import threading
 import urllib.parse
 
 from . import programs, record, writers
-from .journal import RUN, Journal, below, locked
+from .journal import NOTHING_THERE, RUN, Journal, below, locked
 from .keep import Keeper
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -32,8 +33,9 @@ HERE = Here()
 class Process:
     """This process of the run."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, alive):
+        self.alive = alive
+        self.folder = folder = os.path.dirname(alive)
         self.root = os.path.dirname(folder)
         self.keeper = Keeper(Journal(folder))
         self.recorder = record.Recorder(self)
@@ -91,7 +93,7 @@ def real(path):
 def text(path):
     path = os.fsencode(path)
     if b"\0" in path:  # the call will say so
-        raise FileNotFoundError(path)
+        raise FileNotFoundError(errno.ENOENT, path)
     return path
 
 
@@ -153,20 +155,20 @@ def on_mkdir(process, path, mode=0, dir_fd=-1):
 
 
 def on_link(process, old, new, old_fd=-1, new_fd=-1):
-    process.on(Keeper.will_remove, named(old, old_fd))  # its inode must not be written by any name
-    process.on(Keeper.will_make, named(new, new_fd))
+    process.on(Keeper.will_link, named(old, old_fd), named(new, new_fd))
 
 
 def on_symlink(process, old, new, dir_fd=-1):
-    process.on(Keeper.will_link, named(new, dir_fd))
+    process.on(Keeper.will_symlink, named(new, dir_fd))
 
 
 def on_facts(process, path, *args):
     dir_fd = args[-1] if args and isinstance(args[-1], int) else -1
     path = named(path, dir_fd)
-    process.on(Keeper.will_change_facts, path)
-    process.on(Keeper.will_change_facts, real(path))  # it may be a link that is followed
-    process.recorder.again(real(path))  # its time is another now
+    for one in {path, real(path)}:  # it may be a link that is followed
+        if not process.skips(one):
+            process.do(Keeper.will_change_facts, one, os.getpid())
+            process.recorder.writes(one)
 
 
 def on_attribute(process, path, *args):
@@ -222,9 +224,9 @@ def guarded(process, handler, *args):
     """A fault of ours is noted. It ends the script's call only where a file would be lost."""
     try:
         handler(process, *args)
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # it was removed meanwhile, or the call will fail in the same way
     except Exception as error:
+        if getattr(error, "errno", None) in NOTHING_THERE:
+            return  # it was removed meanwhile, or the call will fail in the same way
         said = f"{type(error).__name__}: {error} ({handler.__name__})"
         with contextlib.suppress(Exception):
             process.do(lambda keeper: keeper.journal.append({"do": "note", "text": said}))
@@ -238,11 +240,11 @@ PROCESS = None
 def install():
     """Look at this process, if it belongs to a run. Again: nothing happens."""
     global PROCESS
-    folder = os.environb.get(RUN.encode())
-    if PROCESS or not folder or getattr(sys, "doctor_files", None):
+    alive = os.environb.get(RUN.encode())
+    if PROCESS or not alive or getattr(sys, "doctor_files", None):
         return
     sys.doctor_files = True  # this package may be there a second time, by another name
-    process = PROCESS = Process(folder)
+    process = PROCESS = Process(alive)
     handlers = HANDLERS.get
 
     def hook(event, args):

@@ -4,7 +4,7 @@ Each run has a folder of its own in the user's state folder:
 
     lock                one for all runs: who keeps or puts back holds it
     <run>/journal       lines of JSON, on the disk before a file is touched
-    <run>/alive         locked by the doctor as long as it lives
+    <run>/alive-...     locked by a doctor as long as it lives
     <run>/heartbeat     its time of change: when the doctor was last seen alive
     <run>/kept/         hard links to the files that were there before, or copies
 
@@ -12,14 +12,15 @@ Names are bytes here and latin-1 in the journal: any name survives, in any local
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
-import socket
 import stat
 import time
 
-RUN = "DOCTOR_FILES"  # the variable that tells a process of the run its run's folder
+RUN = "DOCTOR_FILES"  # the variable that tells a process of the run its doctor's alive-...
+ALIVE = b"alive-"
 HIDDEN = b".training-doctor-"  # a folder of kept files, where the state folder is no place
 
 
@@ -65,12 +66,17 @@ def state(info):
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
+NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
 def seen(path):
     """os.lstat, or None where nothing is."""
     try:
         return os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    except OSError as error:
+        if error.errno in NOTHING_THERE:
+            return None
+        raise
 
 
 def below(path, folder):
@@ -94,6 +100,7 @@ class Journal:
         self.first = {}  # path: the entry that says what was there: keep, new, folder, shared
         self.older = []  # entries of kept files, of which somebody else wrote a newer one
         self.protected = set()  # (device, inode) of all files that are kept by a link
+        self.facts = {}  # (device, inode): the facts of a file that was there
         self.meta = {}  # path: facts before its mode or time was changed
         self.changed_facts = set()  # (device, inode) of those
         self.states = set()  # of all files that the run has written and closed
@@ -126,6 +133,9 @@ class Journal:
 
     def take(self, entry):
         do, path = entry["do"], entry.get("path")
+        if do in ("keep", "meta"):  # by any of its names: the first facts are the old ones
+            inode = (entry["facts"][DEV], entry["facts"][INO])
+            entry["facts"] = self.facts.setdefault(inode, entry["facts"])
         if do == "keep":
             old = self.first.get(path)
             if old and old["do"] == "keep" and entry["kept"] != old["kept"]:
@@ -178,6 +188,11 @@ class Journal:
     def ours(self, path, info):
         return state(info) in self.states or self.open_by_us(path)
 
+    def beside(self, work):
+        """Whether the run began in this folder, one in it, or one above it."""
+        began = self.header.get("path", b"\0")
+        return began == work or below(began, work) or below(work, began)
+
     # ---- writing
 
     def append(self, *entries, sync=False):
@@ -229,29 +244,38 @@ def runs(root):
     """The journals of all runs that are not put back yet."""
     for name in sorted(os.listdir(root)):
         folder = os.path.join(root, name)
-        if os.path.exists(os.path.join(folder, b"alive")):
+        if os.path.exists(os.path.join(folder, b"journal")):
             journal = Journal(folder).refresh()
             if not journal.done:
                 yield journal
 
 
-def begin(root, caches):
-    """(a new run's journal, the file whose lock says that the doctor lives)"""
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
-    folder = os.path.join(root, name.encode())
+def begin(root, work, caches):
+    """(the journal, the path of the file whose lock says that this doctor lives, and that file)
+
+    Doctors in one folder have one journal: their scripts may move what the other has made. Doctors
+    in other folders have journals of their own, and mark what they share.
+    """
     with locked(root):
-        os.makedirs(os.path.join(folder, b"kept"), mode=0o700)
-        alive = os.open(os.path.join(folder, b"alive"), os.O_RDWR | os.O_CREAT, 0o600)
+        others = [*runs(root)]
+        journal = next((o for o in others if o.beside(work) and doctors_of(o.folder)), None)
+        if not journal:
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
+            folder = os.path.join(root, name.encode())
+            os.makedirs(os.path.join(folder, b"kept"), mode=0o700)
+            journal = Journal(folder)
+            caches = [path.decode("latin-1") for path in caches]
+            journal.append({"do": "run", "path": work, "caches": caches}, sync=True)
+        for other in others:
+            other.append({"do": "met"})
+            journal.append({"do": "met"})
+        path = os.path.join(
+            journal.folder, ALIVE + b"%d-%s" % (os.getpid(), os.urandom(2).hex().encode())
+        )
+        alive = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(alive, fcntl.LOCK_EX)
-        journal = Journal(folder)
-        caches = [path.decode("latin-1") for path in caches]
-        journal.append({"do": "run", "host": socket.gethostname(), "caches": caches}, sync=True)
-        for other in [*runs(root)]:
-            if other.folder != folder:
-                other.append({"do": "met"})
-                journal.append({"do": "met"})
-    beat(folder)
-    return journal, alive
+    beat(journal.folder)
+    return journal, path, alive
 
 
 def beat(folder):
@@ -260,10 +284,10 @@ def beat(folder):
     os.utime(os.path.join(folder, b"heartbeat"))
 
 
-def doctor_lives(folder):
-    """Whether someone holds the lock of alive. Read it often: it disturbs nobody who lives."""
+def lives(alive):
+    """Whether a doctor holds the lock of this file. To ask disturbs none that lives."""
     try:
-        file = os.open(os.path.join(folder, b"alive"), os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(alive, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
@@ -274,3 +298,18 @@ def doctor_lives(folder):
         return True
     finally:
         os.close(file)
+
+
+def all_doctors_of(folder):
+    names = (name for name in os.listdir(folder) if name.startswith(ALIVE))
+    return [os.path.join(folder, name) for name in names]
+
+
+def doctors_of(folder):
+    """The files of those that live. A process of a dead one may just be asking: look again."""
+    found = [*filter(lives, all_doctors_of(folder))]
+    for _ in range(2):
+        if found:
+            time.sleep(0.02)
+            found = [*filter(lives, found)]
+    return found

@@ -34,7 +34,7 @@ class Keeper:
         for gone in self.others.keys() - names:
             del self.others[gone]
         for folder in names - self.others.keys() - {self.journal.folder}:
-            if os.path.exists(os.path.join(folder, b"alive")):
+            if os.path.exists(os.path.join(folder, b"journal")):
                 self.others[folder] = Journal(folder)
         for other in self.others.values():
             other.refresh()
@@ -72,7 +72,14 @@ class Keeper:
                 entries = [*self.of_folder(up(path)), self.first(path, {"do": "new"})]
             self.journal.append(*entries, *more)
 
-    def will_link(self, path):
+    def will_link(self, old, new):
+        """A second name: the inode must not be written by either."""
+        self.will_remove(old)
+        info = seen(old)
+        if info:
+            self.will_make(new, *self.moved(old, new, info))
+
+    def will_symlink(self, path):
         """A link has no state of its own that could be noted."""
         self.will_make(path)
         self.writes([path], "link")
@@ -107,17 +114,18 @@ class Keeper:
                 entries += self.moved(path, target, inside)
         self.journal.append(*self.tree(old), *self.of_folder(up(old)), *entries, sync=True)
 
-    def will_change_facts(self, path):
+    def will_change_facts(self, path, by):
         """Its mode, owner or time: they are noted, its bytes are not touched."""
         info = seen(path)
         if info and stat.S_ISDIR(info.st_mode):
             self.journal.append(*self.of_folder(path), sync=True)
-        elif info and (path not in self.journal.meta) and not self.own(path, info):
+        elif info and self.own(path, info):
+            self.writes([path], by)  # its state will be another
+        elif info and path not in self.journal.meta:
             self.journal.append({"do": "meta", "path": path, "facts": facts(info)}, sync=True)
 
     def own(self, path, info):
-        known = self.journal.known(path)
-        return bool(known) and not self.is_protected(info)
+        return bool(self.journal.known(path)) and not self.is_protected(info)
 
     def closed(self, paths, by):
         """Note the state of files that a process of the run has written and closed."""

@@ -52,7 +52,8 @@ def hand_on(env):
 
 
 def starts(process, words, cwd):
-    inherited = [*process.recorder.written]  # it may write what is open here
+    process.recorder.note([*process.recorder.written])
+    inherited = [*process.recorder.written]  # open here: the program may write it
     for command in commands(words):
         with contextlib.suppress(ValueError):
             process.do(will_run, process.skips, *command, cwd)

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 
-from .journal import doctor_lives
+from .journal import lives
 from .keep import inside
 
 TICK = 0.5
@@ -20,7 +20,7 @@ OPENS = 1.0  # an open that was announced so long ago has happened
 class Recorder:
     def __init__(self, process, inherited=()):
         self.process = process
-        self.written = dict.fromkeys(inherited, time.monotonic())  # path: when its open was seen
+        self.written = dict.fromkeys(inherited, now())  # path: when, in which thread
         self.thread = None
 
     def begin(self):
@@ -37,12 +37,12 @@ class Recorder:
         self.process.look_away()
         while self.process.recorder is self:
             time.sleep(TICK)
-            if not doctor_lives(self.process.folder):
+            if not lives(self.process.alive):
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.note([*self.written], OPENS)
+            self.note([*self.written])
 
     def writes(self, path):
-        self.written[path] = time.monotonic()
+        self.written[path] = now()
 
     def moves(self, old, new):
         """A file or folder gets another name: what is closed is noted before."""
@@ -52,27 +52,31 @@ class Recorder:
             if self.written.pop(path, None):  # still open
                 self.writes(new + path[len(old) :])
 
-    def again(self, path):
-        """Its time of change is set: its state is another."""
-        if path in self.process.keeper.journal.wrote:
-            self.writes(path)
-
     def last(self):
         """At the end of the process. What is still open then is not noted as closed."""
-        self.note([*self.written])
+        self.note([*self.written], all_are_opened=True)
 
-    def note(self, paths, age=0.0):
+    def opened(self, path):
+        """Whether what was announced is done: another thread may be about to open it."""
+        at, thread = self.written.get(path, (0, None))
+        return thread == threading.get_ident() or at < time.monotonic() - OPENS
+
+    def note(self, paths, all_are_opened=False):
+        """Note those that are closed by now."""
         if not paths or (held := held_open()) is None:
             return
 
         def closed(keeper):
-            before = time.monotonic() - age
-            done = [p for p in paths if p not in held and self.written.get(p, before) <= before]
+            done = [p for p in paths if p not in held and (all_are_opened or self.opened(p))]
             for path in done:
                 self.written.pop(path, None)
             keeper.closed(done, os.getpid())
 
         self.process.do(closed)
+
+
+def now():
+    return time.monotonic(), threading.get_ident()
 
 
 def held_open():

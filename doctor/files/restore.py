@@ -13,6 +13,7 @@ import time
 from .disk import copy, up, walk
 from .journal import (
     ATIME,
+    DEV,
     GID,
     INO,
     MODE,
@@ -21,6 +22,7 @@ from .journal import (
     UID,
     Journal,
     below,
+    doctors_of,
     locked,
     runs,
     seen,
@@ -165,7 +167,9 @@ class Restore:
         kept, facts, info = entry["kept"], entry["facts"], seen(path)
         if not seen(kept):
             return  # it was put back, and then the doctor was killed
-        whole = state(seen(kept))[2:] == (facts[SIZE], facts[MTIME])
+        timed = (facts[DEV], facts[INO]) in self.journal.changed_facts  # by os.utime
+        now = seen(kept)
+        whole = now.st_size == facts[SIZE] and (timed or now.st_mtime_ns == facts[MTIME])
         if info and not stat.S_ISDIR(info.st_mode):
             if entry["how"] == "link" and os.path.samestat(info, seen(kept)):
                 os.unlink(kept)
@@ -276,7 +280,10 @@ def sweep(root):
     """Remove the folders of runs that are put back, unless they hold files that were left."""
     for name in os.listdir(root):
         folder = os.path.join(root, name)
-        if not os.path.isdir(folder) or not (journal := Journal(folder).refresh()).done:
+        if not os.path.isdir(folder):
+            continue
+        journal = Journal(folder).refresh()
+        if not journal.done and os.path.exists(os.path.join(folder, b"journal")):
             continue
         with contextlib.suppress(OSError):  # not empty
             for place in filter(os.path.isdir, [os.path.join(folder, b"kept"), *journal.stores]):
@@ -285,7 +292,10 @@ def sweep(root):
 
 
 def put_back(journal, keep_new=False, limit=None):
+    """A Restore that was done, or None: another has done it, or the last doctor will do it."""
     with locked(journal.root):
+        if journal.refresh().done or doctors_of(journal.folder):
+            return None
         return Restore(journal, keep_new, limit).do()
 
 
