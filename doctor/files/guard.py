@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from . import inventory, journal, restore, tell
+from . import doctors, inventory, journal, restore, tell
 from .journal import RUN
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self):
         self.folder = os.getcwdb()
-        begun = journal.begin(journal.state_folder(), self.folder, caches())
+        begun = doctors.begin(journal.state_folder(), self.folder, caches())
         self.journal, self.mark, self.alive = begun
         self.before = inventory.inventory(self.folder)
         self.is_done = False
@@ -54,6 +54,8 @@ class Run:
             self.is_done = True
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.mark)
+            if not doctors.doctors_of(self.journal.folder):  # those of one that was killed
+                outlived += end_processes(doctors.all_doctors_of(self.journal.folder))
             done = restore.put_back(self.journal, keep)
             if not done:
                 return ["another doctor is at work here: it puts back what both have touched"]
@@ -79,12 +81,12 @@ def restore_dead(say=None):
     """Put back what runs have left whose doctor was killed. Returns the report's lines."""
     root, lines = journal.state_folder(), []
     with signals_blocked(), journal.locked(root):
-        restore.sweep(root)
+        doctors.sweep(root)
     with signals_blocked():
         for one in [*journal.runs(root)]:
-            if not journal.doctors_of(one.folder):
-                end_processes(journal.all_doctors_of(one.folder))
-                done = restore.put_back(one, limit=restore.last_beat(one))
+            if not doctors.doctors_of(one.folder):
+                end_processes(doctors.all_doctors_of(one.folder))
+                done = restore.put_back(one, limit=doctors.last_beat(one))
                 if not done:
                     continue
                 lines.append("an earlier run of the doctor was killed")

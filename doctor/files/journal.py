@@ -17,10 +17,8 @@ import fcntl
 import json
 import os
 import stat
-import time
 
 RUN = "DOCTOR_FILES"  # the variable that tells a process of the run its doctor's alive-...
-ALIVE = b"alive-"
 HIDDEN = b".training-doctor-"  # a folder of kept files, where the state folder is no place
 
 
@@ -248,68 +246,3 @@ def runs(root):
             journal = Journal(folder).refresh()
             if not journal.done:
                 yield journal
-
-
-def begin(root, work, caches):
-    """(the journal, the path of the file whose lock says that this doctor lives, and that file)
-
-    Doctors in one folder have one journal: their scripts may move what the other has made. Doctors
-    in other folders have journals of their own, and mark what they share.
-    """
-    with locked(root):
-        others = [*runs(root)]
-        journal = next((o for o in others if o.beside(work) and doctors_of(o.folder)), None)
-        if not journal:
-            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
-            folder = os.path.join(root, name.encode())
-            os.makedirs(os.path.join(folder, b"kept"), mode=0o700)
-            journal = Journal(folder)
-            caches = [path.decode("latin-1") for path in caches]
-            journal.append({"do": "run", "path": work, "caches": caches}, sync=True)
-        for other in others:
-            other.append({"do": "met"})
-            journal.append({"do": "met"})
-        path = os.path.join(
-            journal.folder, ALIVE + b"%d-%s" % (os.getpid(), os.urandom(2).hex().encode())
-        )
-        alive = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(alive, fcntl.LOCK_EX)
-    beat(journal.folder)
-    return journal, path, alive
-
-
-def beat(folder):
-    with open(os.path.join(folder, b"heartbeat"), "wb"):
-        pass
-    os.utime(os.path.join(folder, b"heartbeat"))
-
-
-def lives(alive):
-    """Whether a doctor holds the lock of this file. To ask disturbs none that lives."""
-    try:
-        file = os.open(alive, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(file, fcntl.LOCK_UN)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-
-
-def all_doctors_of(folder):
-    names = (name for name in os.listdir(folder) if name.startswith(ALIVE))
-    return [os.path.join(folder, name) for name in names]
-
-
-def doctors_of(folder):
-    """The files of those that live. A process of a dead one may just be asking: look again."""
-    found = [*filter(lives, all_doctors_of(folder))]
-    for _ in range(2):
-        if found:
-            time.sleep(0.02)
-            found = [*filter(lives, found)]
-    return found

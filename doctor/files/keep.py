@@ -15,7 +15,7 @@ import stat
 import time
 
 from .disk import copy, on, same_facts, up, walk, writable
-from .journal import HIDDEN, INO, Journal, below, facts, parents, seen
+from .journal import HIDDEN, INO, Journal, below, facts, parents, seen, state
 
 
 class Keeper:
@@ -132,6 +132,8 @@ class Keeper:
         entries = []
         for path in paths:
             info = seen(path)
+            if path not in self.journal.writing or (info and self.is_protected(info)):
+                continue  # no bytes of ours: its mode was changed, or it was moved here
             now = [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns] if info else None
             entries.append({"do": "state", "path": path, "state": now, "by": by})
         self.journal.append(*entries)
@@ -140,14 +142,22 @@ class Keeper:
 
     def keep(self, path, info, writes=False):
         """Keep a file or link, unless it is the run's own. Returns whether it was kept."""
+        entry = self.entry_for(path, info, writes)
+        if entry:
+            keeps = entry["do"] == "keep"
+            self.journal.append(*self.of_folder(up(path)), entry, sync=keeps)
+            return keeps
+        return False
+
+    def entry_for(self, path, info, writes=False):
+        """What is noted of a file or link before it is touched: it is kept if it is no own one."""
         entry = self.journal.first.get(path)
         if self.journal.known(path) and not self.changed_by_others(path, info, entry):
-            return False
-        if not entry and (shared := self.shared(path)):
-            self.journal.append(shared)
-            return False
-        self.journal.append(*self.of_folder(up(path)), self.kept(path, info, writes), sync=True)
-        return True
+            return None
+        if not entry and state(info) in self.journal.states and not self.is_protected(info):
+            return {"do": "new", "path": path}  # the run wrote it, and a program moved it here
+        shared = None if entry else self.shared(path)
+        return shared or self.kept(path, info, writes)
 
     def kept(self, path, info, writes=False):
         """An entry of it; its bytes are safe when this returns."""
@@ -205,13 +215,8 @@ class Keeper:
             if stat.S_ISDIR(info.st_mode):
                 entries += self.of_folder(path)
                 continue
-            entry = self.journal.first.get(path)
-            known = self.journal.known(path)
-            if known and not self.changed_by_others(path, info, entry):
-                continue
-            shared = None if entry else self.shared(path)
-            entries.append(shared or self.kept(path, info))
-        return entries
+            entries.append(self.entry_for(path, info))
+        return filter(None, entries)
 
     def moved(self, old, new, info):
         """What is known of the run's own file goes with it to its new name."""

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 
-from .journal import lives
+from .doctors import lives
 from .keep import inside
 
 TICK = 0.5

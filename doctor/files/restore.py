@@ -8,9 +8,9 @@ import contextlib
 import os
 import shutil
 import stat
-import time
 
 from .disk import copy, up, walk
+from .doctors import doctors_of, sweep
 from .journal import (
     ATIME,
     DEV,
@@ -20,9 +20,7 @@ from .journal import (
     MTIME,
     SIZE,
     UID,
-    Journal,
     below,
-    doctors_of,
     locked,
     runs,
     seen,
@@ -276,30 +274,9 @@ def depth(path):
     return -path.count(b"/"), path
 
 
-def sweep(root):
-    """Remove the folders of runs that are put back, unless they hold files that were left."""
-    for name in os.listdir(root):
-        folder = os.path.join(root, name)
-        if not os.path.isdir(folder):
-            continue
-        journal = Journal(folder).refresh()
-        if not journal.done and os.path.exists(os.path.join(folder, b"journal")):
-            continue
-        with contextlib.suppress(OSError):  # not empty
-            for place in filter(os.path.isdir, [os.path.join(folder, b"kept"), *journal.stores]):
-                os.rmdir(place)
-            shutil.rmtree(folder)
-
-
 def put_back(journal, keep_new=False, limit=None):
     """A Restore that was done, or None: another has done it, or the last doctor will do it."""
     with locked(journal.root):
         if journal.refresh().done or doctors_of(journal.folder):
             return None
         return Restore(journal, keep_new, limit).do()
-
-
-def last_beat(journal):
-    """When its doctor was last seen alive, and a little: a beat comes once a second."""
-    info = seen(os.path.join(journal.folder, b"heartbeat"))
-    return (info.st_mtime if info else time.time()) + 3
