@@ -81,8 +81,9 @@ class Keeper:
 
     def will_symlink(self, path):
         """A link has no state of its own that could be noted."""
-        self.will_make(path)
-        self.writes([path], "link")
+        if not seen(path):  # else it will fail
+            self.will_make(path)
+            self.writes([path], "link")
 
     def will_remove(self, path):
         info = seen(path)
@@ -132,7 +133,8 @@ class Keeper:
         entries = []
         for path in paths:
             info = seen(path)
-            if path not in self.journal.writing or (info and self.is_protected(info)):
+            written = path in self.journal.writing and self.journal.known(path)
+            if not written or (info and self.is_protected(info)):
                 continue  # no bytes of ours: its mode was changed, or it was moved here
             now = [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns] if info else None
             entries.append({"do": "state", "path": path, "state": now, "by": by})

@@ -142,39 +142,39 @@ def targets(paths):
     """What cp or mv writes: the last, or what it gets in a folder."""
     *sources, last = paths or [b"/"]
     if os.path.isdir(last):
-        return [os.path.join(last, os.path.basename(source)) for source in sources]
+        return [whole(os.path.join(last, os.path.basename(source))) for source in sources]
     return [last]
 
 
 def keep(keeper, path, how):
     """how: 'removes' needs a link; 'writes' a fresh inode as well, for it may be written there."""
     info = seen(path)
+    if info and stat.S_ISLNK(info.st_mode) and how == "writes":
+        keep(keeper, os.path.realpath(path), how)
     if not info:
         keeper.will_make(path)
-        keeper.writes([path], "program")
-        return
-    if stat.S_ISLNK(info.st_mode) and how == "writes":
+    elif stat.S_ISDIR(info.st_mode):
+        if path == b"/" or os.path.ismount(path):
+            return
+        keep_folder(keeper, path, how)
+    elif how == "removes" or info.st_size > BYTES:
         keeper.will_remove(path)
-        return keep(keeper, os.path.realpath(path), how)
-    if not stat.S_ISDIR(info.st_mode):
-        big = info.st_size > BYTES
-        keeper.will_remove(path) if how == "removes" or big else keeper.will_write(
-            path, False, "program"
-        )
-        return
-    if path == b"/" or os.path.ismount(path):
-        return
+    else:
+        keeper.will_write(path, False, "program")
+    keeper.writes([path], "program")
+
+
+def keep_folder(keeper, path, how):
     count = size = 0
-    for _, one in walk(path):
-        count, size = count + 1, size + one.st_size
+    for _, info in walk(path):
+        count, size = count + 1, size + info.st_size
         if count > 10 * FILES:
             return
     if how == "removes" or count > FILES or size > BYTES:
         keeper.will_remove_tree(path)
         return
-    for inner, one in [*walk(path)]:
-        if stat.S_ISREG(one.st_mode):
+    for inner, info in [*walk(path)]:
+        if stat.S_ISREG(info.st_mode):
             keeper.will_write(inner, False, "program")
         else:
             keeper.will_remove(inner)
-    keeper.writes([path], "program")

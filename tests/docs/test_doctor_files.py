@@ -768,7 +768,7 @@ def test_soak(tmp_path):
             one.kill()
             said.append(one.communicate()[0])
         said.append(place.restore())
-        text = "\n".join(said)
+        text = "\n".join(said) + str(job.pid)
         place.assert_unchanged(f"seed {seed}, number {number}: {text}")
         assert "the doctor failed" not in text and "left:" not in text, text
         assert os.listdir(place.state) == ["lock"], text
