@@ -150,14 +150,16 @@ def keep(keeper, path, how):
     """how: 'removes' needs a link; 'writes' a fresh inode as well, for it may be written there."""
     info = seen(path)
     if info and stat.S_ISLNK(info.st_mode) and how == "writes":
-        keep(keeper, os.path.realpath(path), how)
+        target = os.path.realpath(path)
+        if not os.path.islink(target):  # else it is a circle
+            keep(keeper, target, how)
     if not info:
         keeper.will_make(path)
     elif stat.S_ISDIR(info.st_mode):
         if path == b"/" or os.path.ismount(path):
             return
         keep_folder(keeper, path, how)
-    elif how == "removes" or info.st_size > BYTES:
+    elif how == "removes" or info.st_size > BYTES or stat.S_ISLNK(info.st_mode):
         keeper.will_remove(path)
     else:
         keeper.will_write(path, False, "program")

@@ -255,8 +255,6 @@ class Restore:
             info = seen(path)
             if info and stat.S_ISDIR(info.st_mode) and path not in others:
                 self.safely(self.set_facts, path, folders[path], info)
-        import shutil as S  # DEBUG
-        S.copy(os.path.join(journal.folder, b"journal"), b"/tmp/journals/" + os.path.basename(journal.folder))  # DEBUG
         journal.close()
         sweep(journal.root)
 

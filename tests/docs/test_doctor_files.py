@@ -721,8 +721,12 @@ def program(p, q):
 def child(p, q):
     code = f"import shutil; open({p!r}, 'a').write('new'); shutil.move({p!r}, {q!r})"
     subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+def common(p, q):
+    open("../log", "a").write("new"); open(f"../{os.getpid()}.tmp", "w").write("new")
+    os.replace(f"../{os.getpid()}.tmp", "../b"); open("../ckpt/one", "w").write("new")
 HELD = []
-ACTIONS = [write, write, save, save, held, database, program, child,
+os.chdir("FOLDER")
+ACTIONS = [write, write, save, save, held, database, program, child, common,
     lambda p, q: os.rename(p, q), lambda p, q: shutil.rmtree(p), lambda p, q: os.remove(p),
     lambda p, q: os.makedirs(p), lambda p, q: os.rmdir(p), lambda p, q: os.link(p, q),
     lambda p, q: os.symlink(p, q), lambda p, q: os.truncate(p, 3), lambda p, q: shutil.move(p, q),
@@ -749,9 +753,14 @@ def test_soak(tmp_path):
     draw, counts = random.Random(seed), collections.Counter()
     for number in range(kills):
         place = Place(tmp_path / f"{number}/work")
+        for folder in (place.path / "first", place.path / "second"):
+            folder.mkdir()
+            fill(folder)
+        place.before = snapshot(place.path)
         libraries = number % 20 == 19
-        script = LIBRARIES if libraries else WILD
-        jobs = [place.start(script) for _ in range(2 if draw.random() < 0.1 else 1)]
+        both = ["first", "second"][: 2 if draw.random() < 0.15 else 1]
+        scripts = [LIBRARIES if libraries else WILD.replace("FOLDER", folder) for folder in both]
+        jobs = [place.start(script) for script in scripts]
         said = []
         for job in jobs:
             said.append(job.stdout.readline())
@@ -768,7 +777,7 @@ def test_soak(tmp_path):
             one.kill()
             said.append(one.communicate()[0])
         said.append(place.restore())
-        text = "\n".join(said) + str(job.pid)
+        text = "\n".join(said)
         place.assert_unchanged(f"seed {seed}, number {number}: {text}")
         assert "the doctor failed" not in text and "left:" not in text, text
         assert os.listdir(place.state) == ["lock"], text
