@@ -32,7 +32,7 @@ class Run:
         self.folder = os.getcwdb()
         begun = doctors.begin(journal.state_folder(), self.folder, caches())
         self.journal, self.mark, self.alive = begun
-        self.before = inventory.inventory(self.folder)
+        self.before = inventory.inventory(self.folder, self.journal.root)
         self.is_done = False
 
     def env(self):
@@ -61,7 +61,9 @@ class Run:
                 return ["another doctor is at work here: it puts back what both have touched"]
             unseen = []
             if not self.journal.met:  # else it may be the other run's
-                unseen = inventory.changed(self.before, inventory.inventory(self.folder))
+                unseen = inventory.changed(
+                    self.before, inventory.inventory(self.folder, self.journal.root)
+                )
             lines = tell.lines(done, self.folder, unseen)
         if outlived:
             lines.append(f"could not be ended: processes {', '.join(map(str, outlived))}")

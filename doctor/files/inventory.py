@@ -7,7 +7,7 @@ import time
 ENTRIES, SECONDS = 100_000, 1.0
 
 
-def inventory(folder):
+def inventory(folder, without):
     """{path: (inode, size, time of change)}; None where there is too much to look at."""
     found, folders, until = {}, [folder], time.monotonic() + SECONDS
     while folders:
@@ -23,7 +23,7 @@ def inventory(folder):
             except OSError:
                 continue
             if stat.S_ISDIR(info.st_mode):
-                if entry.name not in (b".git", b"__pycache__"):
+                if entry.name not in (b".git", b"__pycache__") and entry.path != without:
                     folders.append(entry.path)
             else:
                 found[entry.path] = (info.st_ino, info.st_size, info.st_mtime_ns)

@@ -35,7 +35,7 @@ class Restore:
         self.journal = journal.refresh()
         self.others = [other for other in runs(journal.root) if other.folder != journal.folder]
         self.keep_new, self.limit = keep_new, limit
-        self.put, self.removed, self.kept_new, self.cached = [], [], [], []
+        self.put, self.removed, self.kept_new, self.cached = set(), [], [], []
         self.left = []  # (path, why, where the older one lies or None)
         self.handed = set()  # paths that another run will put back
 
@@ -118,8 +118,8 @@ class Restore:
             self.cached.append(path)
         elif self.keep_new:
             self.kept_new.append(path)
-        elif self.clear(path, info) and not any(below(path, one) for one in self.removed):
-            self.removed = [one for one in self.removed if not below(one, path)] + [path]
+        elif self.clear(path, info):
+            self.removed.append(path)
 
     def caches(self):
         return [path.encode("latin-1") for path in self.journal.header.get("caches", [])]
@@ -147,8 +147,7 @@ class Restore:
             why = "the doctor did not see the run write it"
         except OSError as error:
             why = f"could not be removed: {error.strerror}"
-        if all(path != one for one, *_ in self.left):
-            self.left.append((path, why, None))
+        self.left.append((path, why, None))
         return False
 
     # ---- what was there
@@ -186,7 +185,8 @@ class Restore:
             return None
         with self.opened(up(path)):
             self.replace(kept, path, entry)
-        self.put.append(path)
+        if not info or state(info)[2:] != (facts[SIZE], facts[MTIME]):  # else a copy of it
+            self.put.add(path)
         self.set_facts(path, facts, seen(path))
         if not whole and entry["how"] == "link":
             self.left.append((path, "something wrote into it that cannot be seen", None))

@@ -1,8 +1,9 @@
 """The report's lines on files: what was put back, what was removed, what was left and why."""
 
 import os
+import sys
 
-from .journal import below
+from .journal import below, parents
 
 MANY = 12  # more names than this nobody reads
 
@@ -22,11 +23,11 @@ def lines(done, work_folder, unseen=(), of="this run"):
     say("left, for --keep was given", shorter(done.kept_new))
     if done.cached:
         say("left in caches, so that nothing is downloaded again", shorter(done.cached)[:3])
-    for path, why, older in done.left:
+    for path, why, older in dict.fromkeys(done.left):
         lies = f"; the older one: {shown(older, work_folder)}" if older else ""
         said.append(f"left: {shown(path, work_folder)}: {why}{lies}")
     known = {path for path, *_ in done.left} | {*done.kept_new, *done.cached}
-    others = [one for one in unseen if not any(one == p or below(one, p) for p in known)]
+    others = [one for one in unseen if known.isdisjoint([one, *parents(one)])]
     say("changed or new, by something that the doctor cannot see", others)
     programs = sorted(done.journal.programs - {"cd"})
     if programs:
@@ -38,8 +39,9 @@ def lines(done, work_folder, unseen=(), of="this run"):
 
 
 def shorter(paths):
-    """The folders that were new, without each file in them; nothing below the temporary folder."""
-    return [path for path in paths if not any(below(path, one) for one in paths)]
+    """A folder that was new, without each file in it."""
+    paths = {*paths}
+    return [path for path in paths if paths.isdisjoint(parents(path))]
 
 
 def shown(path, folder):
@@ -47,4 +49,6 @@ def shown(path, folder):
     if below(path, folder):
         path = os.path.relpath(path, folder)
     text = path.decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    terminal = getattr(sys.stdout, "encoding", None) or "ascii"  # LC_ALL=C knows ASCII alone
+    return text.encode(terminal, "backslashreplace").decode(terminal)
