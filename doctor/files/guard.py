@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 from . import doctors, inventory, journal, restore, tell
 from .journal import RUN
@@ -141,10 +142,7 @@ def be_child(work, run, keep, say, parent):
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
-        if not run.is_done:
-            import traceback
-
-            traceback.print_exc()
+        traceback.print_exc()
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         finish(run, keep, say)
@@ -178,7 +176,12 @@ def finish(run, keep, say):
     if run.journal.refresh().done:
         run.end_processes()
         return
-    for line in run.put_back(keep):
+    try:
+        lines = run.put_back(keep)
+    except Exception as error:  # the journal stays: the next start tries again
+        kept = os.fsdecode(run.journal.folder)
+        lines = [f"not all was put back: {type(error).__name__}: {error}; what is kept: {kept}"]
+    for line in lines:
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
             say(f" {line}")
 

@@ -168,7 +168,7 @@ class Keeper:
         if not (writes and not writable(folder)):
             for place in self.places_for(folder, info.st_dev):
                 kept = os.path.join(place, self.new_name())
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, NotImplementedError):
                     os.link(path, kept, follow_symlinks=False)
                     self.places[folder] = place
                     return entry | {"kept": kept, "how": "link"}

@@ -44,8 +44,9 @@ class Restore:
             self.hand_over(path)
         entries = {p: e for p, e in self.journal.first.items() if p not in self.handed}
         for path in sorted((p for p, e in entries.items() if e["do"] == "new"), key=depth):
-            self.remove_new(path)
-        self.make_folders(sorted(p for p, e in entries.items() if e["do"] == "folder"))
+            self.safely(self.remove_new, path)
+        for path in sorted(p for p, e in entries.items() if e["do"] == "folder"):
+            self.safely(self.make_folder, path)
         for path, entry in entries.items():
             if entry["do"] == "keep":
                 self.safely(self.put_back, path, entry)
@@ -152,13 +153,11 @@ class Restore:
 
     # ---- what was there
 
-    def make_folders(self, paths):
-        for path in paths:
-            info = seen(path)
-            if info and not stat.S_ISDIR(info.st_mode) and self.ours(path, info):
-                os.unlink(path)
-            with contextlib.suppress(OSError):
-                os.makedirs(path, exist_ok=True)
+    def make_folder(self, path):
+        info = seen(path)
+        if info and not stat.S_ISDIR(info.st_mode) and self.ours(path, info):
+            os.unlink(path)
+        os.makedirs(path, exist_ok=True)
 
     def put_back(self, path, entry):
         kept, facts, info = entry["kept"], entry["facts"], seen(path)

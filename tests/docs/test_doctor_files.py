@@ -395,6 +395,23 @@ for name in (b"a", b"new"):
     assert "changed or new, by something that the doctor cannot see: a, new\n" in said
 
 
+def test_what_cannot_be_kept_cannot_be_overwritten(place):
+    """Here the journal cannot grow, as on a full disk."""
+    script = """
+import os, resource, shutil
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+for lost in (lambda: open("a", "w"), lambda: os.remove("b"), lambda: shutil.rmtree("ckpt")):
+    try:
+        lost()
+    except PermissionError as error:
+        print("refused:", error, flush=True)
+print(open("a").read()[:3])
+"""
+    code, said = place.run(script)
+    assert code == 0 and said.count("refused: the doctor could not keep what is there") == 3, said
+    place.assert_unchanged(said)
+
+
 # ---- 2. Names, permissions, file systems
 
 STRANGE = [b"\xd1\xb5\xc1\xb7", "训练".encode(), b"a\nb", b"a\tb ", b"q\"'\\", b"\xff\xfe"]

@@ -24,7 +24,11 @@ def load_hook():
 
 
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != HERE]
-load_hook()
+try:
+    load_hook()
+except BaseException as error:  # Python would go on, and nothing would be kept
+    print(f"the doctor cannot keep files: {type(error).__name__}: {error}", file=sys.stderr)
+    os._exit(70)
 spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
 if spec:  # the user's, or the system's
     sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
