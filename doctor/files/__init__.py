@@ -1,0 +1,20 @@
+"""When the doctor has ended, however it ended, each file that was there before is there, unchanged.
+
+journal.py   what is written down before a file is touched
+keep.py      how what was there is kept; disk.py: copies and walks
+hook.py      sees what a process of the run is about to do; programs.py and writers.py see what
+             Python's audit events do not tell; record.py: when a file was closed; site/ starts it
+restore.py   puts back; tell.py: says so; inventory.py: what nobody saw
+doctors.py   which doctors live
+guard.py     ends all processes and puts back, however the doctor ends
+
+guarded(work)    runs work(run) under a guard; returns the exit code
+Run              .env() for the script's processes, .put_back(keep) -> the report's lines
+install()        looks at this process; the environment of Run.env() does it, too
+restore_dead()   puts back what killed doctors have left -> the report's lines
+"""
+
+from .guard import Run, guarded, restore_dead
+from .hook import install
+
+__all__ = ["Run", "guarded", "install", "restore_dead"]

@@ -1,0 +1,275 @@
+"""Keeps watch over a run: whatever ends the doctor, its processes end and the files are put back.
+
+The command forks. The parent waits and passes signals on; the child does the work. Each is told
+when the other dies, and then ends every process of the run and puts back. Only if both are killed
+at once is it left to the next start; the run's processes see it and end themselves (record.py).
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from . import doctors, inventory, journal, restore, tell
+from .journal import RUN
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
+SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+
+
+class Ended(BaseException):
+    """The doctor was told to end."""
+
+
+class Run:
+    """One run of a script, or several after each other, whose files are put back together."""
+
+    def __init__(self):
+        self.folder = os.getcwdb()
+        begun = doctors.begin(journal.state_folder(), self.folder, caches())
+        self.journal, self.mark, self.alive = begun
+        self.before = inventory.inventory(self.folder, self.journal.root)
+        self.is_done = False
+
+    def env(self):
+        """The environment for the script's processes: each Python gets the hook by it."""
+        path = os.environ.get("PYTHONPATH")
+        return os.environ | {
+            RUN: os.fsdecode(self.mark),
+            "PYTHONPATH": f"{SITE}{os.pathsep}{path}" if path else SITE,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def end_processes(self):
+        return end_processes([self.mark])
+
+    def put_back(self, keep=False):
+        """End what still runs, put everything back; returns the report's lines."""
+        with signals_blocked():
+            outlived = self.end_processes()
+            self.is_done = True
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.mark)
+            if not doctors.doctors_of(self.journal.folder):  # those of one that was killed
+                outlived += end_processes(doctors.all_doctors_of(self.journal.folder))
+            done = restore.put_back(self.journal, keep)
+            if not done:
+                return ["another doctor is at work here: it puts back what both have touched"]
+            unseen = []
+            if not self.journal.met:  # else it may be the other run's
+                unseen = inventory.changed(
+                    self.before, inventory.inventory(self.folder, self.journal.root)
+                )
+            lines = tell.lines(done, self.folder, unseen)
+        if outlived:
+            lines.append(f"could not be ended: processes {', '.join(map(str, outlived))}")
+        return lines
+
+
+def caches():
+    """Folders whose new files stay: a model that was downloaded is not downloaded again."""
+    home, user = os.path.expanduser("~"), os.environ.get("USER", "")
+    given = "XDG_CACHE_HOME TORCH_HOME HF_HOME TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR"
+    found = [os.environ.get(name) for name in given.split()]
+    found += [f"{home}/.cache", f"{home}/.triton", f"/tmp/torchinductor_{user or 'root'}"]
+    return [os.fsencode(os.path.realpath(path)) for path in found if path]
+
+
+def restore_dead(say=None):
+    """Put back what runs have left whose doctor was killed. Returns the report's lines."""
+    root, lines = journal.state_folder(), []
+    with signals_blocked(), journal.locked(root):
+        doctors.sweep(root)
+    with signals_blocked():
+        for one in [*journal.runs(root)]:
+            if not doctors.doctors_of(one.folder):
+                end_processes(doctors.all_doctors_of(one.folder))
+                done = restore.put_back(one, limit=doctors.last_beat(one))
+                if not done:
+                    continue
+                lines.append("an earlier run of the doctor was killed")
+                lines += tell.lines(done, os.getcwdb(), of="that run")
+    return lines
+
+
+# ---- the two processes
+
+
+def guarded(work, keep=False, say=print):
+    """work(run) -> exit code, with a guard. What work did not put back itself is put back."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    for line in restore_dead():
+        say(f" {line}")
+    run = Run()
+    flush()
+    prctl(CHILD_SUBREAPER, 1)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = be_child(work, run, keep, say, parent)
+        finally:
+            flush()
+            os._exit(code)
+    return be_parent(child, run, keep, say)
+
+
+def be_child(work, run, keep, say, parent):
+    os.setsid()  # Ctrl-C is for the doctor: it ends the run then
+    prctl(PDEATHSIG, signal.SIGTERM)
+    prctl(CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+    code = 1
+
+    def end(number, frame):
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        run.end_processes()  # what work waits for has ended then
+        raise Ended(128 + number)
+
+    try:
+        listen(end)
+        code = work(run) or 0
+    except Ended as ended:
+        code = ended.args[0]
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        finish(run, keep, say)
+    return code
+
+
+def be_parent(child, run, keep, say):
+    told = []
+
+    def tell_child(number, frame):
+        told.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+
+    listen(tell_child)
+    threading.Thread(target=heart, args=[run.journal.folder], daemon=True).start()
+    _, status = os.waitpid(child, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    if os.WIFSIGNALED(status):
+        say(f" the doctor was killed by signal {os.WTERMSIG(status)}")
+        finish(run, keep, say)
+    os.close(run.alive)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return 128 + told[0] if told else os.waitstatus_to_exitcode(status) % 256
+
+
+def finish(run, keep, say):
+    """In whichever of the two is left."""
+    if run.journal.refresh().done:
+        run.end_processes()
+        return
+    try:
+        lines = run.put_back(keep)
+    except Exception as error:  # the journal stays: the next start tries again
+        kept = os.fsdecode(run.journal.folder)
+        lines = [f"not all was put back: {type(error).__name__}: {error}; what is kept: {kept}"]
+    for line in lines:
+        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            say(f" {line}")
+
+
+def heart(folder):
+    while True:
+        with contextlib.suppress(OSError):
+            os.utime(os.path.join(folder, b"heartbeat"))
+        time.sleep(1)
+
+
+def listen(handler):
+    """Also those that were ignored stay so: nohup means it."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+@contextlib.contextmanager
+def signals_blocked():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def flush():
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def prctl(option, value):
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+# ---- the run's processes
+
+
+def end_processes(marks):
+    """Kill all that the run has started, until none is left; returns those that do not die."""
+    until = time.monotonic() + 10
+    while alive := processes(marks):
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > until:
+            return sorted(alive)
+        time.sleep(0.02)
+    return []
+
+
+def processes(marks):
+    """Those below this one, and those that have one of the marks in their environment."""
+    if not os.path.isdir("/proc/self"):
+        return below_by_ps()
+    parent_of, marked = {}, set()
+    marks = {RUN.encode() + b"=" + mark for mark in marks}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+            if fields[0] in (b"Z", b"X"):
+                continue
+            parent_of[int(name)] = int(fields[1])
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if marks & {*file.read().split(b"\0")}:
+                    marked.add(int(name))
+    return (marked | below(parent_of)) - {os.getpid(), os.getppid()}
+
+
+def below(parent_of):
+    """All descendants of this process."""
+    found, new = set(), {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parent_of.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def below_by_ps():
+    import subprocess
+
+    ps = subprocess.Popen(["ps", "-axo", "pid=,ppid="], stdout=subprocess.PIPE)
+    pairs = [line.split() for line in ps.communicate()[0].splitlines()]
+    return below({int(pid): int(up) for pid, up in pairs}) - {ps.pid}

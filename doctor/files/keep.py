@@ -1,0 +1,298 @@
+"""Keeps what was there before the run touches it.
+
+The rule: the run never writes into an inode that was there before. A file that will be written is
+kept by a hard link, and its name gets a fresh inode, in one step: a file of any size that is
+opened with "w" costs nothing. What is removed or renamed is kept by a link alone. Where no link
+can be made, or the folder may not be written, the bytes are copied.
+
+Paths are absolute bytes whose folders are no links. All of it is called with the lock of all runs.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import time
+
+from .disk import copy, on, same_facts, up, walk, writable
+from .journal import HIDDEN, INO, Journal, below, facts, parents, seen, state
+
+
+class Keeper:
+    """One run's journal, seen from a process of the run, and those of the other runs."""
+
+    def __init__(self, journal):
+        self.journal = journal
+        self.others = {}  # folder: the journal of another run that is not put back
+        self.places = {}  # folder of a file: where its links can lie
+        self.count = 0
+
+    def refresh(self):
+        """Read what was added to the journals. Call it first."""
+        self.journal.refresh()
+        names = {os.path.join(self.journal.root, n) for n in os.listdir(self.journal.root)}
+        for gone in self.others.keys() - names:
+            del self.others[gone]
+        for folder in names - self.others.keys() - {self.journal.folder}:
+            if os.path.exists(os.path.join(folder, b"journal")):
+                self.others[folder] = Journal(folder)
+        for other in self.others.values():
+            other.refresh()
+
+    # ---- what the run is about to do
+
+    def will_write(self, path, cuts, by):
+        """cuts: it is emptied first, so that its bytes need not be copied. by: the process."""
+        info = seen(path)
+        write = {"do": "write", "path": path, "by": by}
+        if info and not stat.S_ISREG(info.st_mode):
+            return
+        if not info:
+            self.will_make(path, write)
+            return
+        if not writable(path):
+            return  # it cannot be opened so
+        breaks = self.is_protected(info)
+        if self.keep(path, info, writes=True):
+            breaks = True
+        self.writes([path], by)
+        if breaks:
+            self.break_off(path, info, cuts)
+
+    def writes(self, paths, by):
+        writing = self.journal.writing
+        new = [path for path in paths if by not in writing.get(path, ())]
+        self.journal.append(*({"do": "write", "path": path, "by": by} for path in new))
+
+    def will_make(self, path, *more):
+        """A name that is not there yet: a file, a folder, a link."""
+        if not seen(path):
+            entries = []
+            if not self.journal.known(path):
+                entries = [*self.of_folder(up(path)), self.first(path, {"do": "new"})]
+            self.journal.append(*entries, *more)
+
+    def will_link(self, old, new):
+        """A second name: the inode must not be written by either."""
+        self.will_remove(old)
+        info = seen(old)
+        if info:
+            self.will_make(new, *self.moved(old, new, info))
+
+    def will_symlink(self, path):
+        """A link has no state of its own that could be noted."""
+        if not seen(path):  # else it will fail
+            self.will_make(path)
+            self.writes([path], "link")
+
+    def will_remove(self, path):
+        info = seen(path)
+        if info and stat.S_ISDIR(info.st_mode):
+            self.journal.append(*self.of_folder(path), *self.of_folder(up(path)))
+        elif info:
+            self.keep(path, info)
+
+    def will_remove_tree(self, path):
+        """All at once: one wait for the disk."""
+        for entries in (self.tree(path), self.of_folder(up(path))):
+            self.journal.append(*entries, sync=True)
+
+    def will_rename(self, old, new):
+        info, there = seen(old), seen(new)
+        if not info:
+            return
+        self.will_remove(new)
+        entries = [] if there else [self.first(new, {"do": "new"}), *self.of_folder(up(new))]
+        if not stat.S_ISDIR(info.st_mode):
+            self.will_remove(old)
+            self.journal.append(*entries, *self.moved(old, new, info))
+            return
+        for path, inside in walk(old):
+            target = new + path[len(old) :]
+            if not self.journal.known(target):
+                entries.append({"do": "new", "path": target})
+            if not stat.S_ISDIR(inside.st_mode):
+                entries += self.moved(path, target, inside)
+        self.journal.append(*self.tree(old), *self.of_folder(up(old)), *entries, sync=True)
+
+    def will_change_facts(self, path, by):
+        """Its mode, owner or time: they are noted, its bytes are not touched."""
+        info = seen(path)
+        if info and stat.S_ISDIR(info.st_mode):
+            self.journal.append(*self.of_folder(path), sync=True)
+        elif info and self.own(path, info):
+            self.writes([path], by)  # its state will be another
+        elif info and path not in self.journal.meta:
+            self.journal.append({"do": "meta", "path": path, "facts": facts(info)}, sync=True)
+
+    def own(self, path, info):
+        return bool(self.journal.known(path)) and not self.is_protected(info)
+
+    def closed(self, paths, by):
+        """Note the state of files that a process of the run has written and closed."""
+        entries = []
+        for path in paths:
+            info = seen(path)
+            written = path in self.journal.writing and self.journal.known(path)
+            if not written or (info and self.is_protected(info)):
+                continue  # no bytes of ours: its mode was changed, or it was moved here
+            now = [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns] if info else None
+            entries.append({"do": "state", "path": path, "state": now, "by": by})
+        self.journal.append(*entries)
+
+    # ---- how it is kept
+
+    def keep(self, path, info, writes=False):
+        """Keep a file or link, unless it is the run's own. Returns whether it was kept."""
+        entry = self.entry_for(path, info, writes)
+        if entry:
+            keeps = entry["do"] == "keep"
+            self.journal.append(*self.of_folder(up(path)), entry, sync=keeps)
+            return keeps
+        return False
+
+    def entry_for(self, path, info, writes=False):
+        """What is noted of a file or link before it is touched: it is kept if it is no own one."""
+        entry = self.journal.first.get(path)
+        if self.journal.known(path) and not self.changed_by_others(path, info, entry):
+            return None
+        if not entry and state(info) in self.journal.states and not self.is_protected(info):
+            return {"do": "new", "path": path}  # the run wrote it, and a program moved it here
+        shared = None if entry else self.shared(path)
+        return shared or self.kept(path, info, writes)
+
+    def kept(self, path, info, writes=False):
+        """An entry of it; its bytes are safe when this returns."""
+        entry = {"do": "keep", "path": path, "facts": facts(info)}
+        folder = up(path)
+        if not (writes and not writable(folder)):
+            for place in self.places_for(folder, info.st_dev):
+                kept = os.path.join(place, self.new_name())
+                with contextlib.suppress(OSError, NotImplementedError):
+                    os.link(path, kept, follow_symlinks=False)
+                    self.places[folder] = place
+                    return entry | {"kept": kept, "how": "link"}
+        return entry | {"kept": self.copied(path, info), "how": "copy"}
+
+    def copied(self, path, info):
+        kept = os.path.join(self.journal.folder, b"kept", self.new_name())
+        if stat.S_ISLNK(info.st_mode):
+            os.symlink(os.readlink(path), kept)
+        elif stat.S_ISREG(info.st_mode):
+            copy(path, kept)
+            with open(kept, "rb") as file:
+                os.fsync(file.fileno())
+        return kept
+
+    def break_off(self, path, info, cuts):
+        """Give the name a fresh inode: the old one stays as it is."""
+        entry = self.journal.first.get(path)
+        if entry and entry.get("how") == "copy" and entry["facts"][INO] == info.st_ino:
+            return  # its folder may not be written: it is put back in place
+        place = self.places.get(up(path)) or self.place_of(info.st_dev)
+        fresh = os.path.join(place, self.new_name())
+        try:
+            if cuts:
+                os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            else:
+                copy(path, fresh)
+            same_facts(path, fresh, info)
+            os.replace(fresh, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(fresh)
+            if error.errno == errno.ENOSPC or self.is_another_name(path, info):
+                raise
+            entry = {"do": "keep", "path": path, "facts": facts(info), "how": "copy"}
+            self.journal.append(entry | {"kept": self.copied(path, info)}, sync=True)
+
+    def is_another_name(self, path, info):
+        """A new name of an inode that was there: no copy would be put back into it."""
+        return (self.journal.known(path) or {"do": "keep"})["do"] == "new"
+
+    def tree(self, top):
+        """Entries of all that is in a folder, and of itself."""
+        entries = []
+        for path, info in walk(top):
+            if stat.S_ISDIR(info.st_mode):
+                entries += self.of_folder(path)
+                continue
+            entries.append(self.entry_for(path, info))
+        return filter(None, entries)
+
+    def moved(self, old, new, info):
+        """What is known of the run's own file goes with it to its new name."""
+        journal = self.journal
+        if journal.open_by_us(old):
+            by_whom = journal.writing.get(old) or ("program",)
+            yield from ({"do": "write", "path": new, "by": by} for by in by_whom)
+            now = [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns]
+            yield {"do": "state", "path": new, "state": now}
+
+    def of_folder(self, path):
+        """An entry of a folder's mode and time, before something in it changes."""
+        info = seen(path)
+        if info and stat.S_ISDIR(info.st_mode) and not self.journal.known(path):
+            entry = self.shared(path) or {"do": "folder", "path": path, "facts": facts(info)}
+            for other in self.others.values():
+                earlier = other.first.get(path)
+                if earlier and earlier["do"] == "folder" and not other.done:
+                    entry = earlier
+            yield entry
+
+    def first(self, path, entry):
+        return self.shared(path) or entry | {"path": path}
+
+    # ---- what other runs know, and other people's programs do
+
+    def shared(self, path):
+        """Another run has touched it: what is there now is that run's, and no original."""
+        for other in self.others.values():
+            known = None if other.done else other.known(path)
+            if known and known["do"] in ("keep", "new", "shared"):
+                return {"do": "shared", "path": path}
+        return None
+
+    def is_protected(self, info):
+        inode = (info.st_dev, info.st_ino)
+        journals = [self.journal, *(other for other in self.others.values() if not other.done)]
+        return any(inode in journal.protected for journal in journals)
+
+    def changed_by_others(self, path, info, entry):
+        """The run has written it and closed it, and now it is another: somebody else's."""
+        if not entry or entry["do"] == "shared" or self.is_protected(info):
+            return False
+        wrote = path in self.journal.wrote or path in self.journal.writing
+        others = any(o.ours(path, info) for o in self.others.values())
+        return wrote and not others and not self.journal.ours(path, info)
+
+    # ---- where links lie
+
+    def new_name(self):
+        self.count += 1
+        return b"%x-%d-%d" % (time.time_ns(), os.getpid(), self.count)
+
+    def places_for(self, folder, device):
+        """Folders on its file system, the best first; a hidden one is made where it is needed."""
+        if folder in self.places:
+            yield self.places[folder]
+        own = os.path.join(self.journal.folder, b"kept")
+        yield from (p for p in [own, *self.journal.stores] if on(p, device))
+        # The highest first: the run may remove the lower ones.
+        for high in reversed([folder, *parents(folder)]):
+            if on(high, device) and writable(high):
+                hidden = os.path.join(high, HIDDEN + os.path.basename(self.journal.folder))
+                if hidden not in self.journal.stores:
+                    entries = [*self.of_folder(high), {"do": "store", "path": hidden}]
+                    self.journal.append(*entries, sync=True)
+                with contextlib.suppress(OSError):
+                    os.makedirs(hidden, mode=0o700, exist_ok=True)
+                    yield hidden
+
+    def place_of(self, device):
+        own = os.path.join(self.journal.folder, b"kept")
+        return next((p for p in [own, *self.journal.stores] if on(p, device)), own)
+
+
+def inside(path, folder):
+    return path == folder or below(path, folder)

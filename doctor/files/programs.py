@@ -1,0 +1,182 @@
+"""Keeps what the programs that the script starts are about to touch.
+
+A Python program has the hook itself (site/). Of any other, each word of its command that names a
+file or folder is kept before it starts. What it does beyond that nobody can see: the report says
+which programs there were.
+"""
+
+import contextlib
+import fnmatch
+import glob
+import os
+import re
+import shlex
+import shutil
+import stat
+
+from .disk import walk
+from .journal import seen
+
+READ_ONLY = """nvidia-smi rocm-smi uname lscpu lspci ls cat head tail grep find du df wc which file
+ldconfig hostname id ps free getconf nproc numactl echo printf test true false sleep date stat
+md5sum sha256sum gcc g++ cc c++ clang clang++ nvcc ninja ld as ptxas""".split()
+REMOVES = ("rm", "rmdir", "unlink", "shred", "mv")
+COPIES = ("cp", "install", "ln", "rsync", "scp")
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+FILES, BYTES = 10_000, 256 << 20  # a folder with more is kept by links alone: bytes cost time
+
+
+def on_popen(process, executable, args, cwd, env):
+    words = shlex.split(os.fsdecode(args)) if isinstance(args, (str, bytes)) else args
+    if isinstance(env, dict):  # an environment of its own: the hook must get through
+        hand_on(env)
+    starts(process, [os.fsdecode(word) for word in words], os.fsdecode(cwd or os.getcwd()))
+
+
+def on_system(process, command):
+    starts(process, ["sh", "-c", os.fsdecode(command)], os.getcwd())
+
+
+def on_exec(process, path, args, env):
+    if isinstance(env, dict):
+        hand_on(env)
+    starts(process, [os.fsdecode(word) for word in args], os.getcwd())
+
+
+def hand_on(env):
+    """The variables by which a Python program gets the hook."""
+    for name in ("DOCTOR_FILES", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
+        value = os.environ.get(name)
+        if value and name not in env and name.encode() not in env:
+            env[name] = value
+
+
+def starts(process, words, cwd):
+    process.recorder.note([*process.recorder.written])
+    inherited = [*process.recorder.written]  # open here: the program may write it
+    for command in commands(words):
+        with contextlib.suppress(ValueError):
+            process.do(will_run, process.skips, *command, cwd)
+            if command[0][:1] == ["cd"] and command[0][1:]:
+                cwd = os.path.join(cwd, command[0][1])
+    if inherited:
+        process.do(lambda keeper: keeper.writes(inherited, "program"))
+
+
+def commands(words):
+    """[(words of a program, names after > or >>)]: those of a shell's command one by one."""
+    name = os.path.basename(words[0]) if words else ""
+    if name not in SHELLS or "-c" not in words[1:3]:
+        return [(words, [])]
+    line = words[words.index("-c") + 1]
+    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+    reader.whitespace_split = True
+    found, into = [([], [])], False
+    try:
+        for word in reader:
+            if set(word) <= set(";&|()\n"):
+                found.append(([], []))
+            elif set(word) <= set("<>&"):
+                into = ">" in word
+            else:
+                found[-1][1 if into else 0].append(word)
+                into = False
+    except ValueError:  # an open quote: the shell will say so
+        pass
+    return [command for command in found if command != ([], [])]
+
+
+def will_run(keeper, skips, words, into, cwd):
+    while words and re.match(r"\w+=|(sudo|nohup|nice|time|exec|command|env)$", words[0]):
+        words = words[1:]
+    name = os.path.basename(words[0]) if words else ""
+    for path in named_by(into, cwd):
+        if not skips(path):
+            keep(keeper, path, "writes")
+    if not words or name in READ_ONLY or has_hook(words):
+        return
+    keeper.journal.append({"do": "program", "name": name})
+    if name == "cd":
+        return
+    paths = [path for path in named_by(words[1:], cwd) if not skips(path)]
+    if name in COPIES:
+        paths = targets(paths)
+    how = "removes" if name in REMOVES else "writes"
+    for path in paths:
+        keep(keeper, path, how)
+    if name == "mv":
+        for path in targets(paths):
+            keep(keeper, path, how)
+
+
+def has_hook(words):
+    """Whether it is a Python that reads our site folder, or a script for one."""
+    name = os.path.basename(words[0])
+    if fnmatch.fnmatch(name, "python*") or fnmatch.fnmatch(name, "pypy*"):
+        return not any(re.match(r"-[a-zA-Z]*[IES]", word) for word in words[1:3])
+    found = shutil.which(words[0])
+    with contextlib.suppress(OSError), open(found or "", "rb") as file:
+        return b"python" in file.read(200).partition(b"\n")[0] and bool(found)
+    return False
+
+
+def named_by(words, cwd):
+    """The paths that words may mean: absolute, their folders without links, patterns expanded."""
+    paths = []
+    for word in words:
+        for part in {word, word.partition("=")[2] if "=" in word else word}:  # of=FILE, --out=FILE
+            if not part or part.startswith("-") or len(part) > 4096 or "\0" in part:
+                continue
+            path = os.path.join(cwd, os.path.expandvars(os.path.expanduser(part)))
+            found = glob.glob(path) if glob.has_magic(path) else []
+            paths += [os.fsencode(one) for one in found or [path]]
+    return [*dict.fromkeys(whole(path) for path in paths)]
+
+
+def whole(path):
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def targets(paths):
+    """What cp or mv writes: the last, or what it gets in a folder."""
+    *sources, last = paths or [b"/"]
+    if os.path.isdir(last):
+        return [whole(os.path.join(last, os.path.basename(source))) for source in sources]
+    return [last]
+
+
+def keep(keeper, path, how):
+    """how: 'removes' needs a link; 'writes' a fresh inode as well, for it may be written there."""
+    info = seen(path)
+    if info and stat.S_ISLNK(info.st_mode) and how == "writes":
+        target = os.path.realpath(path)
+        if not os.path.islink(target):  # else it is a circle
+            keep(keeper, target, how)
+    if not info:
+        keeper.will_make(path)
+    elif stat.S_ISDIR(info.st_mode):
+        if path == b"/" or os.path.ismount(path):
+            return
+        keep_folder(keeper, path, how)
+    elif how == "removes" or info.st_size > BYTES or stat.S_ISLNK(info.st_mode):
+        keeper.will_remove(path)
+    else:
+        keeper.will_write(path, False, "program")
+    keeper.writes([path], "program")
+
+
+def keep_folder(keeper, path, how):
+    count = size = 0
+    for _, info in walk(path):
+        count, size = count + 1, size + info.st_size
+        if count > 10 * FILES:
+            return
+    if how == "removes" or count > FILES or size > BYTES:
+        keeper.will_remove_tree(path)
+        return
+    for inner, info in [*walk(path)]:
+        if stat.S_ISREG(info.st_mode):
+            keeper.will_write(inner, False, "program")
+        else:
+            keeper.will_remove(inner)

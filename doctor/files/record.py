@@ -1,0 +1,96 @@
+"""Notes when this process has closed a file that it wrote, and ends it if the doctor is gone.
+
+Whose a file is at the end, ours or somebody else's, is told by its state when we closed it. No
+event tells that: a small thread looks what is still open.
+"""
+
+import atexit
+import os
+import signal
+import threading
+import time
+
+from .doctors import lives
+from .keep import inside
+
+TICK = 0.5
+OPENS = 1.0  # an open that was announced so long ago has happened
+
+
+class Recorder:
+    def __init__(self, process, inherited=()):
+        self.process = process
+        self.written = dict.fromkeys(inherited, now())  # path: when, in which thread
+        self.thread = None
+
+    def begin(self):
+        atexit.register(lambda: self.process.recorder.last())
+        self.watch()
+
+    def watch(self):
+        """Start the thread: a fork leaves it behind."""
+        if not self.thread:
+            self.thread = threading.Thread(target=self.run, name="doctor", daemon=True)
+            self.thread.start()
+
+    def run(self):
+        self.process.look_away()
+        while self.process.recorder is self:
+            time.sleep(TICK)
+            if not lives(self.process.alive):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.note([*self.written])
+
+    def writes(self, path):
+        self.written[path] = now()
+
+    def moves(self, old, new):
+        """A file or folder gets another name: what is closed is noted before."""
+        here = [path for path in self.written if inside(path, old)]
+        self.note(here)
+        for path in here:
+            if self.written.pop(path, None):  # still open
+                self.writes(new + path[len(old) :])
+
+    def last(self):
+        """At the end of the process. What is still open then is not noted as closed."""
+        self.note([*self.written], all_are_opened=True)
+
+    def opened(self, path):
+        """Whether what was announced is done: another thread may be about to open it."""
+        at, thread = self.written.get(path, (0, None))
+        return thread == threading.get_ident() or at < time.monotonic() - OPENS
+
+    def note(self, paths, all_are_opened=False):
+        """Note those that are closed by now."""
+        if not paths or (held := held_open()) is None:
+            return
+
+        def closed(keeper):
+            done = [p for p in paths if p not in held and (all_are_opened or self.opened(p))]
+            for path in done:
+                self.written.pop(path, None)
+            keeper.closed(done, os.getpid())
+
+        self.process.do(closed)
+
+
+def now():
+    return time.monotonic(), threading.get_ident()
+
+
+def held_open():
+    """The files that this process has open or mapped; None where that cannot be seen."""
+    try:
+        numbers = os.listdir(b"/proc/self/fd")
+    except OSError:
+        return None
+    held = set()
+    for number in numbers:
+        try:
+            held.add(os.readlink(b"/proc/self/fd/" + number))
+        except OSError:
+            continue
+    with open("/proc/self/maps", "rb") as file:
+        held.update(line.split(None, 5)[5].rstrip() for line in file if b" rw-s " in line)
+    return held

@@ -1,0 +1,281 @@
+"""Puts back what was there before a run, removes what it made, and says what was done.
+
+It looks at what is there now, not at what was done in which order: so it may be killed at any
+moment and done again. A file that somebody else has written since is never touched.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+
+from .disk import copy, up, walk
+from .doctors import doctors_of, sweep
+from .journal import (
+    ATIME,
+    DEV,
+    GID,
+    INO,
+    MODE,
+    MTIME,
+    SIZE,
+    UID,
+    below,
+    locked,
+    runs,
+    seen,
+    state,
+)
+
+
+class Restore:
+    """limit: nothing that was written later (seconds) is the run's; None: it has just ended."""
+
+    def __init__(self, journal, keep_new=False, limit=None):
+        self.journal = journal.refresh()
+        self.others = [other for other in runs(journal.root) if other.folder != journal.folder]
+        self.keep_new, self.limit = keep_new, limit
+        self.put, self.removed, self.kept_new, self.cached = set(), [], [], []
+        self.left = []  # (path, why, where the older one lies or None)
+        self.handed = set()  # paths that another run will put back
+
+    def do(self):
+        for path in [*self.journal.first]:
+            self.hand_over(path)
+        entries = {p: e for p, e in self.journal.first.items() if p not in self.handed}
+        for path in sorted((p for p, e in entries.items() if e["do"] == "new"), key=depth):
+            self.safely(self.remove_new, path)
+        for path in sorted(p for p, e in entries.items() if e["do"] == "folder"):
+            self.safely(self.make_folder, path)
+        for path, entry in entries.items():
+            if entry["do"] == "keep":
+                self.safely(self.put_back, path, entry)
+        for entry in self.journal.older:
+            if seen(entry["kept"]):
+                why = "somebody else wrote it during the run; before the run it was another"
+                self.left.append((entry["path"], why, entry["kept"]))
+        for path, facts in self.journal.meta.items():
+            info = seen(path)
+            if info and info.st_ino == facts[INO]:
+                self.safely(self.set_facts, path, facts, info)
+        self.tidy(entries)
+        return self
+
+    def safely(self, work, path, *args):
+        """What cannot be put back is told, and the rest goes on."""
+        try:
+            work(path, *args)
+        except OSError as error:
+            entry = self.journal.first.get(path, {})
+            self.left.append((path, f"could not be put back: {error.strerror}", entry.get("kept")))
+
+    # ---- whose is it
+
+    def ours(self, path, info):
+        """Whether the run has written what is there now."""
+        journals = [self.journal, *self.others]
+        if any((info.st_dev, info.st_ino) in journal.protected for journal in journals):
+            return True
+        if stat.S_ISSOCK(info.st_mode) or stat.S_ISFIFO(info.st_mode):
+            return True  # no bytes are lost
+        if any(state(info) in journal.states for journal in journals):
+            return True
+        if not self.journal.open_by_us(path):
+            return False
+        return self.limit is None or max(info.st_mtime, info.st_ctime) <= self.limit
+
+    def hand_over(self, path):
+        """Another run has touched it too: the last that ends puts it back."""
+        entry = self.journal.first[path]
+        states = [*self.states_of(path)] if self.others else []
+        if entry["do"] == "shared":
+            for other in (other for other in self.others if other.known(path)):
+                self.handed.add(path)
+                other.append(*states)
+            return
+        if entry["do"] == "folder":
+            return
+        for other in self.others:
+            theirs = other.first.get(path, {}).get("do") == "shared"
+            inside = entry["do"] == "new" and any(below(one, path) for one in other.first)
+            if theirs or inside:
+                entry = entry if theirs else {"do": "new", "path": path}
+                other.append(entry, *states, sync=True)
+                self.handed.add(path)
+                return
+
+    def states_of(self, path):
+        for inner, info in walk(path):
+            if not stat.S_ISDIR(info.st_mode) and self.ours(inner, info):
+                yield {"do": "state", "path": inner, "state": state(info)}
+
+    # ---- what is new
+
+    def remove_new(self, path):
+        info = seen(path)
+        if not info:
+            return
+        if any(path == cache or below(path, cache) for cache in self.caches()):
+            self.cached.append(path)
+        elif self.keep_new:
+            self.kept_new.append(path)
+        elif self.clear(path, info):
+            self.removed.append(path)
+
+    def caches(self):
+        return [path.encode("latin-1") for path in self.journal.header.get("caches", [])]
+
+    def clear(self, path, info):
+        """Remove what is the run's of a file or a whole folder; whether nothing is left of it."""
+        if not stat.S_ISDIR(info.st_mode):
+            return self.clear_file(path, info)
+        for inner, facts in reversed([*walk(path)]):
+            if not stat.S_ISDIR(facts.st_mode):
+                self.clear_file(inner, facts)
+        for inner, facts in sorted(walk(path), key=lambda one: -len(one[0])):
+            if stat.S_ISDIR(facts.st_mode):
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(inner)
+        return not seen(path)
+
+    def clear_file(self, path, info):
+        if path in self.handed or self.journal.first.get(path, {}).get("do") == "keep":
+            return False
+        try:
+            if self.ours(path, info):
+                os.unlink(path)
+                return True
+            why = "the doctor did not see the run write it"
+        except OSError as error:
+            why = f"could not be removed: {error.strerror}"
+        self.left.append((path, why, None))
+        return False
+
+    # ---- what was there
+
+    def make_folder(self, path):
+        info = seen(path)
+        if info and not stat.S_ISDIR(info.st_mode) and self.ours(path, info):
+            os.unlink(path)
+        os.makedirs(path, exist_ok=True)
+
+    def put_back(self, path, entry):
+        kept, facts, info = entry["kept"], entry["facts"], seen(path)
+        if not seen(kept):
+            return  # it was put back, and then the doctor was killed
+        timed = (facts[DEV], facts[INO]) in self.journal.changed_facts  # by os.utime
+        now = seen(kept)
+        whole = now.st_size == facts[SIZE] and (timed or now.st_mtime_ns == facts[MTIME])
+        if info and not stat.S_ISDIR(info.st_mode):
+            if entry["how"] == "link" and os.path.samestat(info, seen(kept)):
+                os.unlink(kept)
+                if facts[SIZE] != info.st_size:
+                    self.left.append((path, "something wrote into it that cannot be seen", None))
+                return self.set_facts(path, facts, info)
+            same = (info.st_ino, info.st_size, info.st_mtime_ns)
+            if entry["how"] == "copy" and same == (facts[INO], facts[SIZE], facts[MTIME]):
+                return os.unlink(kept)
+            if not self.ours(path, info):
+                self.left.append((path, "somebody else wrote it since", kept))
+                return None
+        os.makedirs(up(path), exist_ok=True)
+        if info and stat.S_ISDIR(info.st_mode) and not self.clear(path, info):
+            self.left.append((path, "it is a folder now, and not empty", kept))
+            return None
+        with self.opened(up(path)):
+            self.replace(kept, path, entry)
+        if not info or state(info)[2:] != (facts[SIZE], facts[MTIME]):  # else a copy of it
+            self.put.add(path)
+        self.set_facts(path, facts, seen(path))
+        if not whole and entry["how"] == "link":
+            self.left.append((path, "something wrote into it that cannot be seen", None))
+
+    def replace(self, kept, path, entry):
+        try:
+            if entry["how"] == "link":
+                os.replace(kept, path)
+                return
+        except OSError:  # another file system by now, or a folder that may not be written
+            pass
+        if os.path.islink(kept):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            os.symlink(os.readlink(kept), path)
+        elif os.path.isfile(path) and not os.path.islink(path):
+            with contextlib.suppress(OSError):
+                os.chmod(path, stat.S_IMODE(entry["facts"][MODE]) | stat.S_IWUSR)
+            with open(kept, "rb") as source, open(path, "r+b") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+                file.truncate()
+                os.fsync(file.fileno())
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            fresh = os.path.join(up(path), os.path.basename(kept))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(fresh)
+            copy(kept, fresh)
+            os.replace(fresh, path)
+        self.set_facts(path, entry["facts"], seen(path))
+        os.unlink(kept)
+
+    @contextlib.contextmanager
+    def opened(self, folder):
+        """The run may have taken away the permission to write into it."""
+        info = os.stat(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            with contextlib.suppress(OSError):
+                os.chmod(folder, stat.S_IMODE(info.st_mode) | 0o700)
+        yield
+
+    def set_facts(self, path, facts, info):
+        """Mode, owner, and the time if it is not somebody's who wrote into it."""
+        link = stat.S_ISLNK(info.st_mode)
+        if (info.st_uid, info.st_gid) != (facts[UID], facts[GID]):
+            os.chown(path, facts[UID], facts[GID], follow_symlinks=False)
+        if info.st_mode != facts[MODE] and not link:
+            os.chmod(path, stat.S_IMODE(facts[MODE]))
+        known = (info.st_dev, info.st_ino) in self.journal.changed_facts or path in self.put
+        if info.st_mtime_ns != facts[MTIME] and (known or stat.S_ISDIR(info.st_mode)):
+            os.utime(path, ns=(facts[ATIME], facts[MTIME]), follow_symlinks=False)
+
+    # ---- the end
+
+    def tidy(self, entries):
+        """Remove what is ours alone; then the times of folders, which all this has changed."""
+        journal = self.journal
+        self.remove_strays()
+        for store in journal.stores:
+            with contextlib.suppress(OSError):  # not empty: it holds what is left
+                os.rmdir(store)
+        others = {up(path) for path, *_ in self.left} | {up(path) for path in self.kept_new}
+        folders = {p: e["facts"] for p, e in entries.items() if e["do"] == "folder"}
+        for path in sorted(folders, key=depth):
+            info = seen(path)
+            if info and stat.S_ISDIR(info.st_mode) and path not in others:
+                self.safely(self.set_facts, path, folders[path], info)
+        journal.close()
+        sweep(journal.root)
+
+    def remove_strays(self):
+        """Links and copies that nobody needs: a process was killed before it noted them."""
+        needed = {kept for *_, kept in self.left}
+        needed |= {self.journal.first[path].get("kept") for path in self.handed}
+        for place in [os.path.join(self.journal.folder, b"kept"), *self.journal.stores]:
+            with contextlib.suppress(FileNotFoundError):
+                for path in (os.path.join(place, name) for name in os.listdir(place)):
+                    if path not in needed:
+                        os.unlink(path)
+
+
+def depth(path):
+    """To sort by: the deepest first."""
+    return -path.count(b"/"), path
+
+
+def put_back(journal, keep_new=False, limit=None):
+    """A Restore that was done, or None: another has done it, or the last doctor will do it."""
+    with locked(journal.root):
+        if journal.refresh().done or doctors_of(journal.folder):
+            return None
+        return Restore(journal, keep_new, limit).do()

@@ -1,0 +1,141 @@
+"""Libraries that write files in C++ or Rust, of which no audit event tells.
+
+Each gets its function wrapped when its module has been imported: a finder sees to that, so that
+nothing is imported that the script does not import.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+
+# module: (where the function is, the number of the argument with the file's name, its keyword)
+WRITERS = {
+    "torch": [
+        ("_C.ScriptModule.save", 1, "filename"),
+    ],
+    "safetensors": [("serialize_file", 1, "filename")],
+    "torchvision.io.image": [
+        ("write_file", 0, "filename"),
+        ("write_png", 1, "filename"),
+        ("write_jpeg", 1, "filename"),
+    ],
+    "torchvision.io.video": [("write_video", 0, "filename")],
+    "torchvision.io": [
+        ("write_file", 0, "filename"),
+        ("write_png", 1, "filename"),
+        ("write_jpeg", 1, "filename"),
+        ("write_video", 0, "filename"),
+    ],
+    "cv2": [("imwrite", 0, "filename")],
+    "pyarrow.parquet.core": [("ParquetWriter.__init__", 1, "where")],
+    "pyarrow.feather": [("write_feather", 1, "dest")],
+    "torchaudio": [("save", 0, "uri")],
+}
+
+
+class Finder:
+    """Tells of a module when it has been imported; the other finders find it."""
+
+    def __init__(self, process):
+        self.process = process
+        self.asks = False
+
+    def find_spec(self, name, path=None, target=None):
+        if self.asks or (name not in WRITERS and name != "h5py"):
+            return None
+        self.asks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asks = False
+        if spec and spec.loader and hasattr(spec.loader, "exec_module"):
+            real = spec.loader.exec_module
+
+            def exec_module(module):
+                real(module)
+                wrap_all(self.process, name, module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def install(process):
+    sys.meta_path.insert(0, Finder(process))
+    for name in [*WRITERS, "h5py"]:
+        if name in sys.modules:
+            wrap_all(process, name, sys.modules[name])
+
+
+def wrap_all(process, name, module):
+    """A library that has no such function, or another one, is left as it is."""
+    try:
+        for where, number, keyword in WRITERS.get(name, ()):
+            wrap(process, module, where, number, keyword)
+        if name == "torch":
+            wrap_archives(process, module)
+        if name == "h5py":
+            wrap_h5py(process, module)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error} (wrapping {name})"
+        process.do(lambda keeper: keeper.journal.append({"do": "note", "text": said}))
+
+
+def wrap(process, module, where, number, keyword):
+    *path, name = where.split(".")
+    owner = functools.reduce(lambda at, part: getattr(at, part, None), path, module)
+    real = getattr(owner, name, None)
+    if real is None or hasattr(real, "doctor"):
+        return
+
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        file = kwargs.get(keyword, args[number] if len(args) > number else None)
+        named = isinstance(file, (str, bytes, os.PathLike))
+        if named:
+            announce(process, file)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            if named:
+                process.has_written(file)
+
+    call.doctor = True
+    setattr(owner, name, call)
+
+
+def announce(process, file, cuts=False):
+    from .hook import guarded, on_write  # it imports us
+
+    guarded(process, on_write, file, cuts)
+
+
+def wrap_archives(process, torch):
+    """torch.save, torch.export.save and torch.package write by this class."""
+    real = torch._C.PyTorchFileWriter
+
+    class PyTorchFileWriter(real):
+        def __init__(self, file, *args, **kwargs):
+            self.doctor_file = file if isinstance(file, (str, bytes, os.PathLike)) else None
+            if self.doctor_file is not None:
+                announce(process, file, cuts=True)
+            super().__init__(file, *args, **kwargs)
+
+        def write_end_of_file(self):
+            super().write_end_of_file()
+            if self.doctor_file is not None:
+                process.has_written(self.doctor_file)
+
+    torch._C.PyTorchFileWriter = PyTorchFileWriter
+
+
+def wrap_h5py(process, h5py):
+    real = h5py.File.__init__
+
+    @functools.wraps(real)
+    def begin(self, name, mode="r", *args, **kwargs):
+        if mode != "r" and isinstance(name, (str, bytes, os.PathLike)):
+            announce(process, name, cuts=mode == "w")
+        real(self, name, mode, *args, **kwargs)
+
+    h5py.File.__init__ = begin

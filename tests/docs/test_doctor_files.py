@@ -1,0 +1,817 @@
+"""When the doctor has ended, however it ended, each file that was there before is there, unchanged.
+
+A small script plays the doctor: it starts a script of the user's under doctor/files. Each test
+compares names, bytes, modes and times with what was there before.
+"""
+
+import collections
+import contextlib
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PLAYER = f"""
+import subprocess, sys
+sys.path.insert(0, {str(ROOT / "doctor")!r})
+import files
+if sys.argv[1] == "--restore":
+    print(*files.restore_dead(), sep="\\n")
+    sys.exit()
+keep = sys.argv[1] == "--keep"
+def work(run):
+    print("began", flush=True)
+    codes = [subprocess.Popen(command, env=run.env()) for command in commands]
+    return max(one.wait() for one in codes)
+commands = [[sys.executable, *sys.argv[1 + keep:]]] * {{processes}}
+sys.exit(files.guarded(work, keep=keep, say=lambda line: print(line, flush=True)))
+"""
+OLD = "old " * 50
+
+
+class Place:
+    """A folder with files that were there before, and doctors that are started in it."""
+
+    def __init__(self, path, state=None):
+        self.path, self.state = path, state or path.parent / "state"
+        self.path.mkdir(parents=True)
+        self.jobs = []
+        fill(path)
+        self.before = snapshot(path)
+
+    def start(self, script, *flags, processes=1, env=None, **more):
+        number = len(self.jobs)
+        player = self.path.parent / f"player{number}.py"
+        player.write_text(PLAYER.replace("{processes}", str(processes)))
+        file = self.path.parent / f"script{number}.py"
+        file.write_text(script)
+        self.jobs.append(
+            subprocess.Popen(
+                [sys.executable, player, *flags, file],
+                env=os.environ | {"DOCTOR_STATE": str(self.state)} | (env or {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="surrogateescape",
+                **{"cwd": self.path, **more},
+            )
+        )
+        return self.jobs[-1]
+
+    def run(self, script, *flags, **more):
+        """(exit code, all that was said)"""
+        job = self.start(script, *flags, **more)
+        said, _ = job.communicate(timeout=120)
+        return job.returncode, said
+
+    def restore(self):
+        return self.run("", "--restore")[1]
+
+    def assert_unchanged(self, said=""):
+        now = snapshot(self.path)
+        paths = sorted(now.keys() | self.before.keys())
+        differs = [(p, self.before.get(p), now.get(p)) for p in paths]
+        differs = [(p, before, after) for p, before, after in differs if before != after]
+        assert not differs, (differs, said)
+
+
+def fill(path):
+    for name in "a b c hard lone text.json log".split():
+        (path / name).write_text(OLD + name)
+    os.link(path / "hard", path / "hard2")
+    os.symlink("lone", path / "link")
+    os.symlink("nowhere", path / "dangling")
+    (path / "empty").mkdir()
+    for name in "ckpt/one ckpt/deep/two runs/best.pth".split():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(OLD + name)
+    (path / "c").chmod(0o640)
+    (path / "ckpt/deep").chmod(0o750)
+    for number, one in enumerate([*path.rglob("*"), path]):
+        os.utime(one, (1_600_000_000 + number,) * 2, follow_symlinks=False)
+
+
+def snapshot(path):
+    """{name: all that a user may see of it}"""
+    found = {}
+    for folder, folders, names in os.walk(os.fsencode(path)):
+        for name in [b".", *folders, *names]:
+            one = os.path.join(folder, name)
+            info = os.lstat(one)
+            text = None
+            if stat.S_ISLNK(info.st_mode):
+                text = os.readlink(one)
+            elif stat.S_ISREG(info.st_mode):
+                with open(one, "rb") as file:
+                    text = file.read()
+            found[one] = (info.st_mode, info.st_uid, info.st_gid, info.st_mtime_ns, text)
+    return found
+
+
+@pytest.fixture
+def place(tmp_path):
+    place = Place(tmp_path / "work")
+    yield place
+    for job in place.jobs:
+        if job.poll() is None:
+            job.kill()
+        job.stdout.close()
+
+
+def wait_for(what, seconds=30):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.02)
+
+
+# ---- 1. Whatever the run does
+
+WAYS = {
+    "w": 'open("a", "w").write("new")',
+    "append": 'open("a", "a").write("new")',
+    "r+": 'f = open("a", "r+b"); f.seek(3); f.write(b"new"); f.close()',
+    "w+": 'open("a", "w+").write("new")',
+    "x": """
+        try:
+            open("a", "x")
+        except FileExistsError:
+            open("fresh", "x").write("new")
+        else:
+            raise SystemExit(7)""",
+    "os.open": 'f = os.open("a", os.O_WRONLY); os.write(f, b"new"); os.close(f)',
+    "dir_fd": """
+        folder = os.open("ckpt", os.O_RDONLY)
+        f = os.open("one", os.O_WRONLY | os.O_TRUNC, dir_fd=folder)
+        os.write(f, b"new"); os.close(f); os.remove("two", dir_fd=os.open("ckpt/deep", 0))""",
+    "json": 'json.dump({"a": 1}, open("text.json", "w"))',
+    "pickle": 'pickle.dump([1], open("a", "wb")); pickle.dump([1], open("ckpt/new", "wb"))',
+    "write_text": 'pathlib.Path("ckpt/one").write_text("new")',
+    "bytes": 'open(b"a", "wb").write(b"new")',
+    "truncate": 'os.truncate("a", 2)',
+    "logging": 'logging.basicConfig(filename="log"); logging.warning("new")',
+    "copyfile": 'shutil.copyfile("a", "b"); shutil.copy2("a", "ckpt/one"); shutil.copy("a", "z")',
+    "replace": 'open("t", "w").write("new"); os.replace("t", "a")',
+    "rename": 'os.rename("a", "b"); open("b", "a").write("new")',
+    "backup": 'os.rename("a", "a.bak"); open("a", "w").write("n"); open("a.bak", "a").write("n")',
+    "remove": 'os.remove("a"); os.remove("link"); os.unlink("dangling")',
+    "remove and write": 'os.remove("a"); open("a", "w").write("new")',
+    "rmtree": 'shutil.rmtree("ckpt"); os.rmdir("empty")',
+    "rmtree and write": 'shutil.rmtree("ckpt"); os.makedirs("ckpt/deep"); open("ckpt/one", "w")',
+    "folder moved": 'os.rename("ckpt", "old"); open("old/one", "a").write("new"); os.mkdir("ckpt")',
+    "shutil.move": 'shutil.move("ckpt", "runs/ckpt"); shutil.move("a", "runs"); os.mkdir("ckpt")',
+    "rotation": """
+        for i in range(3):
+            os.makedirs("tmp/deep"); open("tmp/one", "w").write(str(i)); open("tmp/n", "w")
+            if os.path.isdir("last"):
+                shutil.rmtree("last")
+            os.rename("ckpt", "last"); os.rename("tmp", "ckpt")""",
+    "a folder onto a file": 'os.remove("a"); os.makedirs("a/b/c"); open("a/b/c/d", "w")',
+    "a file onto a folder": 'shutil.rmtree("ckpt"); open("ckpt", "w").write("new")',
+    "hard link": 'open("hard", "a").write("new"); open("hard2", "w").write("newer")',
+    "new hard link": 'os.link("a", "a3"); open("a3", "w").write("new")',
+    "through a link": 'open("link", "w").write("new"); open("dangling", "w").write("new")',
+    "link": 'os.symlink("a", "to_a"); os.remove("link"); os.symlink("b", "link")',
+    "link to a folder": 'os.symlink("ckpt", "last"); open("last/one", "w"); os.remove("last")',
+    "mode and time": 'os.chmod("a", 0o777); os.utime("b", (1, 1)); os.chmod("ckpt", 0o700)',
+    "no permission": 'os.chmod("ckpt", 0o500); os.chmod("a", 0); os.utime("ckpt", (1, 1))',
+    "chdir": 'os.chdir("ckpt"); open("one", "w"); open("../a", "w"); os.rename("deep", "../deep")',
+    "sqlite": """
+        import sqlite3
+        db = sqlite3.connect("new.db"); db.execute("create table t (x)"); db.commit(); db.close()
+        shutil.copy("new.db", "a"); db = sqlite3.connect("a")
+        db.execute("insert into t values (1)"); db.commit(); db.close()""",
+    "memmap": """
+        import mmap
+        with open("a", "r+b") as f:
+            m = mmap.mmap(f.fileno(), 0)
+        m[:3] = b"new"; m.flush()
+        open("b", "w"); time.sleep(1.7); m[3:6] = b"new"; m.flush()""",
+    "temporary": 'import tempfile; tempfile.mkdtemp(dir="."); tempfile.mkstemp(dir="ckpt")',
+    "new folder": 'os.makedirs("out/deep"); open("out/deep/x", "w"); os.rename("out", "out2")',
+    "cp": 'subprocess.run(["cp", "a", "b"]); os.system("cp a ckpt/; cp -r ckpt new")',
+    "mv": 'subprocess.run(["mv", "a", "b"]); subprocess.run("mv ckpt/* runs/", shell=True)',
+    "rm": 'os.system("rm -rf ckpt && rm a b*")',
+    "shell": 'os.system("cd ckpt; echo new > one; echo new >> ../a; touch ../b; mkdir n; ls > l")',
+    "sed": 'subprocess.check_call(["sed", "-i", "s/old/new/", "a", "ckpt/one"])',
+    "dd": 'os.system("dd if=/dev/zero of=a bs=10 count=1 conv=notrunc 2> errors")',
+    "tar": 'os.system("tar cf new.tar ckpt"); os.system("tar cf a b")',
+    "posix_spawn": 'os.waitpid(os.posix_spawn("/bin/rm", ["rm", "a"], os.environ), 0)',
+    "exec": 'os.execvp("cp", ["cp", "a", "b"])',
+    "python": "subprocess.run([sys.executable, \"-c\", \"open('a', 'w'); open('n', 'w')\"])",
+    "python, its environment": """
+        code = "import os, shutil; open('a', 'w').write('n'); shutil.rmtree('ckpt')"
+        subprocess.check_call([sys.executable, "-c", code], env={"PATH": "/bin"})""",
+    "output of a program": 'subprocess.run(["echo", "new"], stdout=open("a", "w"))',
+    "fork": """
+        if os.fork() == 0:
+            open("a", "w").write("new"); os.remove("b"); os._exit(0)
+        os.wait()""",
+    "fork with an open file": """
+        f = open("a", "w"); f.write("new"); f.flush()
+        if os.fork() == 0:
+            time.sleep(1.7); f.write("newer"); f.flush(); os._exit(0)
+        f.close(); time.sleep(1.2); os.wait()""",
+    "workers": """
+        import multiprocessing
+        def save(name):
+            open(name, "w").write("new"); open(name + ".new", "w").write("new")
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(save, ["a", "b", "ckpt/one"])
+        if __name__ == "__main__":
+            one = multiprocessing.get_context("spawn").Process(target=save, args=["c"])
+            one.start(); one.join(); assert one.exitcode == 0""",
+    "threads": """
+        import threading
+        save = lambda n: [open(n, "w").write("new"), os.rename(n, n + "2")]
+        all = [threading.Thread(target=save, args=[n]) for n in ("a", "b", "c", "lone")]
+        [one.start() for one in all]; [one.join() for one in all]""",
+    "left open": 'f = open("a", "w"); f.write("new"); g = open("new", "w"); g.write("x")',
+    "dies": 'f = open("a", "w"); f.write("new"); f.flush(); os.kill(os.getpid(), 9)',
+    "fails": 'open("a", "w").write("new"); open("n", "w").write("new"); 1 / 0',
+}
+HEAD = """
+import json, logging, os, pathlib, pickle, shutil, subprocess, sys, time
+"""
+
+
+def script_of(way):
+    return HEAD + textwrap.dedent(way).strip() + "\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_writing(place, way):
+    code, said = place.run(script_of(WAYS[way]))
+    assert code in ((0,) if way not in ("dies", "fails") else (1, 247)), said
+    place.assert_unchanged(said)
+    assert "the doctor failed" not in said
+    assert "Traceback" not in said or way == "fails", said
+    assert "left:" not in said, said
+
+
+LIBRARIES = """
+import torch, numpy, pathlib, os, shutil, torchvision
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+import pyarrow, pyarrow.parquet
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+state = {"weight": torch.ones(100)}
+torch.save(state, "a")
+torch.save(state, pathlib.Path("runs") / "best.pth")
+torch.save(state, open("b", "wb"))
+torch.save(state, "ckpt/new.pth")
+torch.save(state, "checkpoint.pth.tar"); shutil.copyfile("checkpoint.pth.tar", "c")
+numpy.save("text.json", numpy.ones(3)); numpy.savez("new.npz", a=numpy.ones(3))
+mapped = numpy.lib.format.open_memmap("log", mode="w+", shape=(3,)); mapped[:] = 1; mapped.flush()
+save_file(state, "hard"); save_file(state, "ckpt/model.safetensors")
+dcp.save(state, checkpoint_id="ckpt"); dcp.save(state, checkpoint_id="new/ckpt")
+torch.jit.script(torch.nn.Linear(2, 2)).save("lone")
+torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), "ckpt/one")
+torchvision.io.write_png(torch.zeros(3, 4, 4, dtype=torch.uint8), "ckpt/deep/two")
+torchvision.io.write_file("hard2", torch.zeros(4, dtype=torch.uint8))
+pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), "ckpt/deep/new")
+pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), "link")
+class Images(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i):
+        torch.save(state, f"cache{i}"); open("ckpt/one", "a").write("x")
+        return i
+if __name__ == "__main__":
+    list(torch.utils.data.DataLoader(Images(), num_workers=2))
+"""
+
+
+def test_what_writes_in_cpp_and_rust(place):
+    code, said = place.run(LIBRARIES)
+    assert code == 0, said
+    place.assert_unchanged(said)
+    assert "left" not in said and "cannot see" not in said and "failed" not in said, said
+
+
+def test_processes_of_torchrun(place):
+    """Both write the same files at once, as a mistaken script does."""
+    script = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for epoch in range(3):
+    torch.save({"epoch": epoch}, "a"); torch.save({}, f"ckpt/{epoch}-{os.environ['RANK']}")
+    open("log", "a").write("epoch")
+dist.destroy_process_group()
+"""
+    (place.path.parent / "ranks.py").write_text(script)
+    file = str(place.path.parent / "ranks.py")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
+    script = f"import sys, runpy; sys.argv = {launcher!r}\n"
+    script += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    code, said = place.run(script)
+    assert code == 0, said
+    place.assert_unchanged(said)
+    assert "left:" not in said and "failed" not in said, said
+
+
+def test_the_script_sees_what_it_wrote(place):
+    """Names, bytes and errors are those of a run without the doctor."""
+    script = """
+import os, stat
+open("a", "a").write("new"); assert open("a").read().endswith("anew")
+assert stat.S_IMODE(os.stat("c").st_mode) == 0o640
+open("c", "r+").write("new"); assert stat.S_IMODE(os.stat("c").st_mode) == 0o640
+os.rename("b", "b2"); assert not os.path.exists("b") and os.path.exists("b2")
+assert sorted(os.listdir("ckpt")) == ["deep", "one"]
+for wrong, error in {"missing/x": FileNotFoundError, "ckpt": IsADirectoryError}.items():
+    try:
+        open(wrong, "w")
+    except error:
+        continue
+    raise SystemExit(3)
+assert not os.path.exists("missing")
+try:
+    open("a\\0b", "w")
+except ValueError:
+    print("as usual")
+"""
+    code, said = place.run(script)
+    assert code == 0 and "as usual" in said, said
+    place.assert_unchanged(said)
+
+
+def test_the_users_sitecustomize_is_imported(place):
+    folder = place.path.parent / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import builtins; builtins.of_the_user = 1")
+    script = "import sys; print(of_the_user, [p for p in sys.path if 'files/site' in p])"
+    code, said = place.run(script, env={"PYTHONPATH": str(folder)})
+    assert code == 0 and "1 []" in said, said
+
+
+def test_keep_leaves_what_is_new(place):
+    code, said = place.run('import os; os.mkdir("n"); open("n/x", "w"); open("a", "w")', "--keep")
+    assert code == 0 and (place.path / "n/x").exists(), said
+    assert "left, for --keep was given: n\n" in said and "put back as before this run: a\n" in said
+    shutil.rmtree(place.path / "n")
+    os.utime(place.path, ns=(0, place.before[os.path.join(os.fsencode(place.path), b".")][3]))
+    place.assert_unchanged(said)
+
+
+def test_the_report_names_paths(place):
+    script = 'import os; os.makedirs("out/d"); open("out/d/x", "w"); open("ckpt/one", "w")'
+    script += '; os.system("true; tar cf ckpt/deep/t a")'
+    said = place.run(script)[1]
+    assert "put back as before this run: ckpt/one\n" in said
+    assert "it was new (--keep leaves it): ckpt/deep/t, out\n" in said
+    assert "programs, only the files that their commands name are kept: tar\n" in said
+
+
+def test_new_files_in_caches_stay(place):
+    home = place.path / "home"
+    (home / ".cache/hub").mkdir(parents=True)
+    (home / ".cache/hub/old").write_text("old")
+    script = 'open("home/.cache/hub/new", "w").write("x"); open("home/.cache/hub/old", "w")'
+    said = place.run(script, env={"HOME": str(home), "XDG_CACHE_HOME": ""})[1]
+    assert (home / ".cache/hub/new").read_text() == "x", said
+    assert (home / ".cache/hub/old").read_text() == "old", said
+    assert "left in caches, so that nothing is downloaded again: home/.cache/hub/new" in said
+
+
+def test_what_nobody_sees_is_told(place):
+    """Here a C library writes."""
+    script = """
+import ctypes
+libc = ctypes.CDLL(None); libc.fopen.restype = ctypes.c_void_p
+for name in (b"a", b"new"):
+    file = ctypes.c_void_p(libc.fopen(name, b"w")); libc.fputs(b"new", file); libc.fclose(file)
+"""
+    said = place.run(script)[1]
+    assert "changed or new, by something that the doctor cannot see: a, new\n" in said
+
+
+def test_what_cannot_be_kept_cannot_be_overwritten(place):
+    """Here the journal cannot grow, as on a full disk."""
+    script = """
+import os, resource, shutil
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+for lost in (lambda: open("a", "w"), lambda: os.remove("b"), lambda: shutil.rmtree("ckpt")):
+    try:
+        lost()
+    except PermissionError as error:
+        print("refused:", error, flush=True)
+print(open("a").read()[:3])
+"""
+    code, said = place.run(script)
+    assert code == 0 and said.count("refused: the doctor could not keep what is there") == 3, said
+    place.assert_unchanged(said)
+
+
+# ---- 2. Names, permissions, file systems
+
+STRANGE = [b"\xd1\xb5\xc1\xb7", "训练".encode(), b"a\nb", b"a\tb ", b"q\"'\\", b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C", "ascii"])
+def test_names_of_any_bytes(tmp_path, locale):
+    env = {"LC_ALL": "C" if locale == "ascii" else locale}
+    if locale == "ascii":
+        env |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    place = Place(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xd1\xb5\n\xc1\xb7")) / "work")
+    here = os.fsencode(place.path)
+    for name in STRANGE:
+        os.mkdir(os.path.join(here, name))
+        for inner in STRANGE:
+            with open(os.path.join(here, name, inner), "w") as file:
+                file.write("old")
+    place.before = snapshot(place.path)
+    script = f"""
+import os, shutil
+for number, name in enumerate({STRANGE!r}):
+    for inner in {STRANGE!r}:
+        path = os.path.join(name, inner)
+        open(path if number % 2 else os.fsdecode(path), "w").write("new")
+    if number % 3 == 0:
+        shutil.rmtree(name)
+    if number % 3 == 1:
+        os.rename(os.fsdecode(name), os.fsdecode(name) + "2")
+    open(name + b"3", "w").write("new")
+"""
+    code, said = place.run(script, env=env)
+    assert code == 0, said
+    place.assert_unchanged(said)
+    assert "put back" in said and "left:" not in said, said
+
+
+USER = 12345  # tests may run as root, who may write everywhere
+# Its processes fork: another user may not be able to start root's Python.
+AS_USER = f"""
+import ctypes, json, os, runpy, shutil, subprocess, sys, textwrap, time, traceback, urllib.parse
+sys.path.insert(0, {str(ROOT / "doctor")!r})
+import files, files.hook, files.tell
+os.setgroups([]); os.setgid({USER}); os.setuid({USER})
+def work(run):
+    if os.fork() == 0:
+        os.environ.update(run.env()); files.install()
+        open("closed/mine", "a").write("new"); open("closed/mine", "w").write("newer")
+        for refused in (lambda: open("closed/n", "w"), lambda: os.remove("closed/mine")):
+            try:
+                refused()
+            except PermissionError:
+                print("refused", flush=True)
+        os._exit(0)
+    os.wait()
+    print(open("closed/mine").read(), flush=True)
+sys.exit(files.guarded(work))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    """Its files may be: they are copied, and put back in place."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's folders are root's alone
+    try:
+        base.chmod(0o755)
+        place = Place(base / "work", state=base / "state")
+        (place.path / "closed").mkdir()
+        (place.path / "closed/mine").write_text("old")
+        place.state.mkdir()
+        for path in (place.path / "closed/mine", place.state):
+            os.chown(path, USER, USER)
+        place.before = snapshot(place.path)
+        inode = (place.path / "closed/mine").stat().st_ino
+        command = [sys.executable, "-c", AS_USER]
+        env = os.environ | {"DOCTOR_STATE": str(place.state)}
+        said = subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=60)
+        assert said.count("refused") == 2 and "newer\n" in said, said
+        assert "put back as before this run: closed/mine" in said, said
+        place.assert_unchanged(said)
+        assert (place.path / "closed/mine").stat().st_ino == inode
+    finally:
+        shutil.rmtree(base)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_another_file_system(killed, tmp_path):
+    """A link cannot cross: the kept files lie in a hidden folder there."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system")
+    place = Place(tmp_path / "work")
+    place.state = memory / f"doctor-state-{os.getpid()}"
+    place.state.mkdir()
+    try:
+        script = WAYS["rmtree and write"] + WAYS["r+"].join("\n\n") + WAYS["backup"]
+        script = HEAD + script + ("\nprint('ready', flush=True); time.sleep(60)" * killed)
+        job = place.start(script)
+        if killed:
+            while "ready" not in job.stdout.readline():
+                pass
+            kill_both(job)
+            said = place.restore()
+        else:
+            said, _ = job.communicate(timeout=60)
+        place.assert_unchanged(said)
+        assert not any(".training-doctor" in name for name in os.listdir("/"))
+    finally:
+        shutil.rmtree(place.state)
+
+
+def children(pid):
+    names = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(name) for name in names]
+
+
+def kill_both(job):
+    """The two processes of the doctor at once: nobody is left who could put back."""
+    (child,) = children(job.pid)
+    os.kill(job.pid, signal.SIGSTOP)
+    os.kill(child, signal.SIGKILL)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait(10)
+
+
+# ---- 3. However the doctor ends
+
+RUNS = (
+    HEAD
+    + """
+subprocess.Popen(["sleep", "300"], start_new_session=True)
+open("a", "w").write("new"); shutil.rmtree("ckpt"); os.mkdir("out"); os.rename("b", "b2")
+f = open("c", "a"); f.write("new"); f.flush(); open("out/x", "w").write("new")
+open("log", "a").write("new")
+print("ready", os.getpid(), flush=True)
+while True:
+    open("log", "a").write("new"); open("out/x", "a").write("new")
+"""
+)
+
+
+def started(place, script=RUNS, **more):
+    job = place.start(script, **more)
+    for line in job.stdout:
+        if line.startswith("ready"):
+            return job, int(line.split()[1])
+    raise AssertionError("it has not begun")
+
+
+def processes_of(place):
+    """Those whose working folder is the place."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            dead = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if os.readlink(f"/proc/{name}/cwd") == str(place.path) and not dead:
+                found.append(Path(f"/proc/{name}/cmdline").read_text())
+    return found
+
+
+@pytest.mark.parametrize("number", ["INT", "TERM", "HUP", "QUIT"])
+def test_signals(place, number):
+    job, _ = started(place)
+    job.send_signal(signal.Signals["SIG" + number])
+    said, _ = job.communicate(timeout=20)
+    assert job.returncode == 128 + signal.Signals["SIG" + number], said
+    assert "put back as before this run: a, b, c, ckpt/deep/two, ckpt/one, log" in said
+    place.assert_unchanged(said)
+    assert not processes_of(place)
+
+
+@pytest.mark.parametrize("who", ["parent", "child"])
+def test_one_of_the_doctors_processes_is_killed(place, who):
+    job, _ = started(place)
+    (child,) = children(job.pid)
+    os.kill(job.pid if who == "parent" else child, signal.SIGKILL)
+    said, _ = job.communicate(timeout=20)
+    assert "put back as before this run: a, b, c" in said
+    place.assert_unchanged(said)
+    wait_for(lambda: not processes_of(place), 5)
+
+
+@pytest.mark.parametrize("by", ["--restore", "the next start"])
+def test_both_are_killed(place, by):
+    job, _ = started(place)
+    kill_both(job)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    said = place.restore() if by == "--restore" else place.run("pass")[1]
+    assert "an earlier run of the doctor was killed" in said and "ckpt/deep/two" in said, said
+    place.assert_unchanged(said)
+    assert not processes_of(place)
+    assert not place.restore().strip()
+
+
+def test_a_killed_run_is_never_put_over_a_newer_file(place):
+    """The user trains for real before the doctor starts again."""
+    job, _ = started(place)
+    kill_both(job)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    time.sleep(4)
+    for name in ("a", "out/x"):
+        (place.path / name).write_text("trained for real")
+    (place.path / "ckpt").mkdir()
+    (place.path / "ckpt/one").write_text("trained for real")
+    said = place.restore()
+    for name in ("a", "out/x", "ckpt/one"):
+        assert (place.path / name).read_text() == "trained for real", said
+        assert f"left: {name}: " in said
+    older = said.split("left: a: somebody else wrote it since; the older one: ")[1].split("\n")[0]
+    assert Path(older).read_text() == OLD + "a"
+    for name in ("b", "c", "log", "ckpt/deep/two"):
+        assert (place.path / name).read_text() == OLD + name
+    assert not place.restore().strip() and Path(older).exists()
+
+
+def test_killed_while_it_puts_back(place):
+    """Again and again, then once to the end."""
+    job, _ = started(place)
+    kill_both(job)
+    for wait in (0.05, 0.1, 0.15, 0.2, 0.25, 0.3):
+        one = place.start("", "--restore")
+        time.sleep(wait)
+        one.kill()
+        one.wait()
+    said = place.restore()
+    place.assert_unchanged(said)
+
+
+def test_a_cut_line_of_the_journal(place):
+    job, _ = started(place)
+    kill_both(job)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    (journal,) = place.state.glob("*/journal")
+    with journal.open("a") as file:
+        file.write('{"do": "keep", "path": "/x')
+    place.assert_unchanged(place.restore())
+
+
+# ---- 4. Other people's files
+
+
+def test_somebody_else_writes_during_the_run(place):
+    script = (
+        HEAD
+        + """
+open("a", "w").write("new"); open("b", "w").write("new"); open("out", "w").write("new")
+os.mkdir("dir"); open("dir/x", "w").write("new"); time.sleep(2.2)
+print("ready", os.getpid(), flush=True); time.sleep(2)
+open("b", "w").write("newer")
+"""
+    )
+    job, _ = started(place, script)
+    for name in ("a", "b", "out", "dir/theirs"):
+        (place.path / name).write_text("theirs")
+    said, _ = job.communicate(timeout=20)
+    for name in ("a", "b", "out", "dir/theirs"):
+        assert (place.path / name).read_text() == "theirs", (name, said)
+    assert not (place.path / "dir/x").exists()
+    for name in ("a", "b"):
+        older = said.split(f"left: {name}: ")[1].split("the older one: ")[1].split("\n")[0]
+        assert Path(older).read_text() == OLD + name
+    for name in ("out", "dir/theirs"):
+        assert f"left: {name}: the doctor did not see the run write it" in said
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("how", ["ends", "both killed"])
+@pytest.mark.parametrize("where", ["in one folder", "in two"])
+def test_two_doctors(tmp_path, first, how, where):
+    """Whoever ends last puts back what was there before both."""
+    place = Place(tmp_path / "work")
+    other = tmp_path / "other"
+    other.mkdir()
+    script = (
+        HEAD
+        + f"""
+os.chdir({str(place.path)!r})
+for n in range(2):
+    open("a", "w").write("new"); open("log", "a").write("new"); open("n", "w").write("n")
+    os.makedirs("out", exist_ok=True); open(f"out/{{os.getpid()}}", "w").write("n"); time.sleep(1.2)
+open("MINE", "w").write("n")
+print("ready", os.getpid(), flush=True)
+time.sleep(60)
+"""
+    )
+    folders = [place.path, place.path if where == "in one folder" else other]
+    jobs = []
+    for name, folder in zip("xy", folders, strict=True):
+        jobs.append(started(place, script.replace("MINE", name), cwd=folder)[0])
+    said = []
+    for number in (first, 1 - first):
+        if how == "ends":
+            jobs[number].send_signal(signal.SIGTERM)
+            said.append(jobs[number].communicate(timeout=20)[0])
+        else:
+            kill_both(jobs[number])
+            said.append(place.restore())
+        if len(said) == 1:
+            assert (place.path / "a").read_text() == "new", said
+            if where == "in two":
+                assert not (place.path / "xy"[number]).exists(), said
+            elif how == "ends":
+                assert "another doctor is at work here" in said[0]
+    place.assert_unchanged(said)
+    assert not any("left:" in one for one in said), said
+    assert os.listdir(place.state) == ["lock"]
+
+
+# ---- 5. Soak: killed at random moments
+
+WILD = (
+    HEAD
+    + """
+import random, sqlite3
+NAMES = ["a", "b", "c", "hard", "hard2", "lone", "text.json", "log", "link", "dangling", "ckpt",
+         "ckpt/one", "ckpt/deep", "ckpt/deep/two", "runs", "runs/best.pth", "empty", "n", "ckpt/n",
+         "out", "out/n", "out/deep", "out/deep/n", "empty/n"]
+def write(p, q): open(p, random.choice(["w", "a", "r+", "w+", "x"])).write("new" * 1000)
+def save(p, q): open(p + ".tmp", "wb").write(b"new"); os.replace(p + ".tmp", p)
+def held(p, q): HELD.append(open(p, "a")); HELD[-1].write("new"); HELD[-1].flush()
+def database(p, q): d = sqlite3.connect(p + ".db"); d.execute("create table t (x)"); d.close()
+def program(p, q):
+    command = random.choice(["cp -r", "mv", "rm -rf", "touch", "tar cf", "mkdir", "ln", "ln -s"])
+    subprocess.run([*command.split(), p, q][: 3 + command.count(" ")], stderr=subprocess.DEVNULL)
+def child(p, q):
+    code = f"import shutil; open({p!r}, 'a').write('new'); shutil.move({p!r}, {q!r})"
+    subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+def common(p, q):
+    open("../log", "a").write("new"); open(f"../{os.getpid()}.tmp", "w").write("new")
+    os.replace(f"../{os.getpid()}.tmp", "../b"); open("../ckpt/one", "w").write("new")
+HELD = []
+os.chdir("FOLDER")
+ACTIONS = [write, write, save, save, held, database, program, child, common,
+    lambda p, q: os.rename(p, q), lambda p, q: shutil.rmtree(p), lambda p, q: os.remove(p),
+    lambda p, q: os.makedirs(p), lambda p, q: os.rmdir(p), lambda p, q: os.link(p, q),
+    lambda p, q: os.symlink(p, q), lambda p, q: os.truncate(p, 3), lambda p, q: shutil.move(p, q),
+    lambda p, q: shutil.copy2(p, q), lambda p, q: shutil.copytree(p, q),
+    lambda p, q: os.chmod(p, random.choice([0o600, 0o777, 0o500])),
+    lambda p, q: os.utime(p, (random.random(), 5)), lambda p, q: json.dump([p], open(q, "w"))]
+while True:
+    try:
+        random.choice(ACTIONS)(random.choice(NAMES), random.choice(NAMES))
+    except (OSError, ValueError, shutil.Error, sqlite3.Error) as error:
+        if "doctor" in str(error):
+            raise
+    del HELD[3:]
+"""
+)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_soak(tmp_path):
+    """DOCTOR_KILLS and DOCTOR_SEED choose how many, and which."""
+    kills = int(os.environ.get("DOCTOR_KILLS", "300"))
+    seed = int(os.environ.get("DOCTOR_SEED", str(time.time_ns() % 10**6)))
+    draw, counts = random.Random(seed), collections.Counter()
+    for number in range(kills):
+        place = Place(tmp_path / f"{number}/work")
+        for folder in (place.path / "first", place.path / "second"):
+            folder.mkdir()
+            fill(folder)
+        place.before = snapshot(place.path)
+        libraries = number % 20 == 19
+        both = ["first", "second"][: 2 if draw.random() < 0.15 else 1]
+        scripts = [LIBRARIES if libraries else WILD.replace("FOLDER", folder) for folder in both]
+        jobs = [place.start(script) for script in scripts]
+        said = []
+        for job in jobs:
+            said.append(job.stdout.readline())
+            time.sleep(draw.uniform(0, 9 if libraries else 1.5))
+            how = draw.choice(["both", "both", "both", "parent", "child", "TERM", "INT", "script"])
+            counts[how] += 1
+            kill_somehow(job, how)
+        for job in jobs:
+            said.append(job.communicate(timeout=60)[0])
+        while draw.random() < 0.3:  # killed while it puts back
+            counts["restore"] += 1
+            one = place.start("", "--restore")
+            time.sleep(draw.uniform(0.1, 0.5))
+            one.kill()
+            said.append(one.communicate()[0])
+        said.append(place.restore())
+        text = "\n".join(said)
+        place.assert_unchanged(f"seed {seed}, number {number}: {text}")
+        assert "the doctor failed" not in text and "left:" not in text, text
+        assert os.listdir(place.state) == ["lock"], text
+        assert not processes_of(place)
+        shutil.rmtree(tmp_path / str(number))
+    print(f"\n0 files lost in {sum(counts.values())} kills (seed {seed}): {dict(counts)}")
+
+
+def kill_somehow(job, how):
+    if job.poll() is not None or not children(job.pid):
+        return
+    if how == "both":
+        kill_both(job)
+    elif how == "script":
+        for pid in children(children(job.pid)[0]):
+            os.kill(pid, signal.SIGKILL)
+    elif how in ("parent", "child"):
+        os.kill(job.pid if how == "parent" else children(job.pid)[0], signal.SIGKILL)
+    else:
+        job.send_signal(signal.Signals["SIG" + how])
