@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from .run import read
 IDLE, BUSY = 8, 40
 
 
-def examine(args, folder, processes, nodes=1, env=None):
+def examine(args, files, processes, nodes=1):
     """The Runs of the script, started once, to its end or until it hangs.
 
-    folder: is made, for the events. env: what the processes get beside this one's.
+    files: the files.Run that keeps what the script touches.
     """
-    os.mkdir(folder)
+    folder = tempfile.mkdtemp(prefix="events-", dir=os.fsdecode(files.journal.folder))
     by = launcher(args, processes)
     settings = {"folder": folder, "script": os.path.abspath(args.script), "nodes": nodes}
     settings |= {"patience": args.patience, "steps": args.steps, "launched": by.is_torchrun}
@@ -31,9 +32,8 @@ def examine(args, folder, processes, nodes=1, env=None):
     known = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}  # as torchrun sets it, with a warning
     job = subprocess.Popen(
         [*by.words, HERE, *name, *args.flags],
-        env=known | os.environ | (env or {}) | {"DOCTOR": json.dumps(settings)},
+        env=known | files.env() | {"DOCTOR": json.dumps(settings)},
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the doctor, which ends it
     )
     deaths = Deaths(folder)
     stopped = ""

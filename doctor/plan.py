@@ -5,15 +5,16 @@ import importlib.util
 import os
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from . import report
+from .files import guarded, restore_dead
 from .judges import findings
 from .judges.comparing import batch_per_process, epoch_repeated
 from .launch import examine
 
+AGAIN, ALONE, THREE = "started again", "one process", "three machines of a process each"
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -33,6 +34,8 @@ def parse_args():
     add("--steps", type=int, metavar="N", help="end each pass over a loader after N batches")
     add("--patience", type=int, default=15, metavar="S", help="a hang stands still so long (15)")
     add("--keep", action="store_true", help="leave the files that the script writes")
+    restore = "put back what a doctor that was killed has left, and do nothing else"
+    add("--restore", nargs=0, action=Restore, help=restore)
     add("--json", metavar="FILE", help="write what was found into a file, too")
     add("--by", metavar="COMMAND", help="start it by another launcher, such as 'srun -n2 python'")
     add("-m", dest="module", action="store_true", help="the script is a module: -m package.train")
@@ -59,50 +62,67 @@ def check(parser, args):
         parser.exit(2, f"doctor: {sys.executable} has no torch: use the Python of your script\n")
 
 
+class Restore(argparse.Action):
+    """--restore alone, as --help."""
+
+    def __call__(self, parser, *_):
+        for line in restore_dead() or ["there is nothing to put back"]:
+            print(f" {line}")
+        parser.exit(0)
+
+
 def main():
     args = parse_args()
     args.starts_its_own = False
-    with tempfile.TemporaryDirectory() as folder:
-        sys.exit(check_up(args, folder))
+    sys.exit(guarded(lambda files: check_up(args, files), keep=args.keep))
 
 
-def check_up(args, folder):
+def check_up(args, files):
     """All runs, and the report of them; returns the exit code."""
     began = time.monotonic()
-    runs = examine(args, f"{folder}/first", args.n, args.nodes)
+    runs = examine(args, files, args.n, args.nodes)
     if runs[0].noted("spawns"):
         args.starts_its_own = True
-        runs = examine(args, f"{folder}/own", args.n, args.nodes)
+        runs = examine(args, files, args.n, args.nodes)
     seconds = time.monotonic() - began
-    more = OtherRuns(args, folder, runs, seconds)
+    more = OtherRuns(args, files, runs, seconds)
     found = findings(runs, more.findings())
-    return report.tell(runs, found, seconds, more.said, args.json)
+    return report.tell(runs, found, seconds, [*more.said, *more.of_files], args.json)
 
 
 class OtherRuns:
     """What only another run can show. Each is made if the first was short enough."""
 
-    def __init__(self, args, folder, runs, seconds):
-        self.args, self.folder, self.run, self.seconds = args, folder, runs[0], seconds
+    def __init__(self, args, files, runs, seconds):
+        self.args, self.files, self.run, self.seconds = args, files, runs[0], seconds
         self.until = time.monotonic() + (0 if args.quick else args.budget)
         self.said = []  # a line about each
+        self.of_files = []  # what became of the files
 
     def findings(self):
         args, run, found = self.args, self.run, []
         if args.nodes > 1:
             self.said.append(f"played {args.nodes} machines: the local ranks began at 0 on each")
-        if not run or not run.noted("group"):
-            return []
-        well = all(process.end["error"] == "" for process in run)
-        if args.twice or (well and self.may_resume() and self.time_for("starting it again")):
+        compared = bool(run) and run.noted("group")
+        well = compared and all(process.end["error"] == "" for process in run)
+        if compared and (args.twice or (well and self.may_resume() and self.time_for(AGAIN))):
             found.append(self.started_again())
-        by_torchrun = not (args.by or args.starts_its_own)
-        if args.against_one or (by_torchrun and run.noted("step") and self.time_for("one process")):
+        self.of_files = self.files.put_back(args.keep)
+        by_torchrun = compared and not (args.by or args.starts_its_own)
+        trains = by_torchrun and run.noted("step")
+        if compared and (args.against_one or (trains and self.time_for(ALONE))):
             found.append(self.alone())
-        alone = args.n == 2 and args.nodes == 1 and not self.gpus()
-        if by_torchrun and well and alone and self.time_for("three machines", 1.5):
+        usual = args.n == 2 and args.nodes == 1 and not self.gpus()
+        if by_torchrun and well and usual and self.time_for(THREE, 1.5):
             found += self.three_machines()
         return [one for one in found if one]
+
+    def anew(self, processes, nodes=1):
+        """The Runs of a start with the files as they were before the first."""
+        self.files.begin()
+        runs = examine(self.args, self.files, processes, nodes)
+        self.of_files += [one for one in self.files.put_back() if one not in self.of_files]
+        return runs
 
     def time_for(self, what, times=1.0):
         if self.args.quick:
@@ -114,31 +134,32 @@ class OtherRuns:
 
     def may_resume(self):
         text = "" if self.args.module else Path(self.args.script).read_text(errors="replace")
-        return self.run.noted("save") and re.search(r"\bload|resume", text)
+        return self.run.noted("save") and re.search(r"torch\.load|load_state_dict|resume", text)
 
     def gpus(self):
         return any(event["gpus"] for process in self.run for event in process.of("began"))
 
     def started_again(self):
-        again = examine(self.args, f"{self.folder}/again", self.args.n, self.args.nodes)[0]
+        """With the files that the first run has left."""
+        again = examine(self.args, self.files, self.args.n, self.args.nodes)[0]
         loads = again and again[0].of("load")
         began = "it loaded a file" if loads else "torch.load() was not called: it began anew"
         self.said.append(f"started again: {began}")
         return epoch_repeated(self.run, again) if again else None
 
     def alone(self):
-        alone = examine(self.args, f"{self.folder}/alone", 1)[0]
+        alone = self.anew(1)[0]
         steps = [len(one[0].of("step")) if one else 0 for one in (self.run, alone)]
         self.said.append("compared with one process: {} steps here, {} there".format(*steps))
         return batch_per_process(self.run, alone) if alone else None
 
     def three_machines(self):
         """Parts that are not alike, and a local rank that is taken for a rank."""
-        runs = examine(self.args, f"{self.folder}/three", 3, nodes=3)
+        runs = self.anew(3, nodes=3)
         failed = report.failed(runs)
-        said = "three machines of a process each: "
         if failed and not runs[0].stopped:
-            self.said.append(said + failed[0])
-            return [one for one in findings(runs) if one.certain]
-        self.said.append(f"{said}{len(runs[0][0].of('step')) if runs[0] else 0} steps in each")
+            self.said.append(f"{THREE}: {failed[0]}")
+        else:
+            steps = len(runs[0][0].of("step")) if runs[0] else 0
+            self.said.append(f"{THREE}: {steps} steps in each")
         return findings(runs)

@@ -27,9 +27,15 @@ class Ended(BaseException):
 
 
 class Run:
-    """One run of a script, or several after each other, whose files are put back together."""
+    """One run of a script, or several after each other, whose files are put back together.
+
+    After put_back(), begin() makes it ready for the next.
+    """
 
     def __init__(self):
+        self.begin()
+
+    def begin(self):
         self.folder = os.getcwdb()
         begun = doctors.begin(journal.state_folder(), self.folder, caches())
         self.journal, self.mark, self.alive = begun
@@ -136,6 +142,7 @@ def be_child(work, run, keep, say, parent):
 
     try:
         listen(end)
+        beat(run)
         code = work(run) or 0
     except Ended as ended:
         code = ended.args[0]
@@ -158,12 +165,14 @@ def be_parent(child, run, keep, say):
             os.kill(child, signal.SIGTERM)
 
     listen(tell_child)
-    threading.Thread(target=heart, args=[run.journal.folder], daemon=True).start()
+    beat(run)
     _, status = os.waitpid(child, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if os.WIFSIGNALED(status):
         say(f" the doctor was killed by signal {os.WTERMSIG(status)}")
         finish(run, keep, say)
+        for line in restore_dead():  # of a run that the child has begun
+            say(f" {line}")
     os.close(run.alive)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -186,11 +195,16 @@ def finish(run, keep, say):
             say(f" {line}")
 
 
-def heart(folder):
-    while True:
-        with contextlib.suppress(OSError):
-            os.utime(os.path.join(folder, b"heartbeat"))
-        time.sleep(1)
+def beat(run):
+    """From now on a thread of this process says each second that the doctor lives."""
+
+    def heart():
+        while True:
+            with contextlib.suppress(OSError):
+                os.utime(os.path.join(run.journal.folder, b"heartbeat"))
+            time.sleep(1)
+
+    threading.Thread(target=heart, daemon=True).start()
 
 
 def listen(handler):

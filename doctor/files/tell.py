@@ -1,6 +1,7 @@
 """The report's lines on files: what was put back, what was removed, what was left and why."""
 
 import os
+import tempfile
 import sys
 
 from .journal import below, parents
@@ -19,7 +20,7 @@ def lines(done, work_folder, unseen=(), of="this run"):
             said.append(f"{text}: {', '.join(paths[:MANY])}{more}")
 
     say(f"put back as before {of}", done.put)
-    say("removed, for it was new (--keep leaves it)", shorter(done.removed))
+    say("removed, for it was new (--keep leaves it)", worth_telling(done.removed, work_folder))
     say("left, for --keep was given", shorter(done.kept_new))
     if done.cached:
         say("left in caches, so that nothing is downloaded again", shorter(done.cached)[:3])
@@ -36,6 +37,13 @@ def lines(done, work_folder, unseen=(), of="this run"):
     for note in sorted(done.journal.notes):
         said.append(f"the doctor failed, and may have missed a file: {note}")
     return said
+
+
+def worth_telling(paths, work_folder):
+    """Not what the launcher and libraries make below the temporary folder."""
+    temporary = os.fsencode(os.path.realpath(tempfile.gettempdir()))
+    paths = [one for one in paths if below(one, work_folder) or not below(one, temporary)]
+    return shorter(paths)
 
 
 def shorter(paths):
