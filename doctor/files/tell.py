@@ -1,8 +1,8 @@
 """The report's lines on files: what was put back, what was removed, what was left and why."""
 
 import os
-import tempfile
 import sys
+import tempfile
 
 from .journal import below, parents
 
