@@ -60,6 +60,10 @@ FIELDS = {
 FIELDS = {kind: frozenset(names.split()) for kind, names in FIELDS.items()}
 
 
+# Calls that wait for one other process, and are not collectives.
+MESSAGES = "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
+
+
 class Record:
     """A file of events, each written at once: what was seen outlives a crash."""
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from .events import HERE
+from .events import HERE, MESSAGES
 from .run import read
 
 # How often the patience of all waiting: where one process is idle elsewhere, or computes.
@@ -117,7 +117,11 @@ def stands_still(folder, patience):
     if not waiting or any(event["kind"] not in ("stands", "end") for event in last):
         return ""
     others = [event for event in last if event["kind"] == "stands" and not event["where"]]
-    times = BUSY if any(event.get("busy") for event in last) else IDLE if others else 1
+    # All in one collective: it is slow. Messages, of which each waits for the other's, may hang.
+    calls = [e for e in waiting if e["where"] not in (*MESSAGES, "wait()")]
+    places = {(event["line"], event["where"]) for event in calls}
+    slow = others or (len(calls) == len(last) and len(places) == 1)
+    times = BUSY if any(event.get("busy") for event in last) else IDLE if slow else 1
     stood = min(event["times"] for event in last if event["kind"] == "stands")
     if stood < times:
         return ""

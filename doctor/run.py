@@ -78,7 +78,7 @@ def each(row, fact):
 
 
 def names(one, parts=1):
-    """The names of a pass's items; 2 parts: with labels."""
+    """The names of a pass's items; 2 parts: with labels, 3: with images."""
     return [item[:parts] for item in one["items"]]
 
 
@@ -131,6 +131,6 @@ def passes_of(events):
     return [one for one in passes.values() if one["read"]]
 
 
-def times_seen(row):
-    """Counter: how often each item was read in a row of passes."""
-    return collections.Counter(name for one in row for name in names(one))
+def times_seen(row, parts=1):
+    """Counter: how often each item was read in a row of passes; parts: see names()."""
+    return collections.Counter(name for one in row for name in names(one, parts))

@@ -35,9 +35,9 @@ BELONG = {
 }
 # What a mistake's text says after "Doctor", as a sentence.
 DOCTOR = [
-    (r"^\*\*Doctor\*\*: yes(, with .*?)?\. ", r"[doctor.py](doctor.md) names it\1. "),
-    (r"^\*\*Doctor\*\*: no\. ", "[doctor.py](doctor.md) does not name it. "),
-    (r"^\*\*医生\*\*\W(.*?)。", r"[doctor.py](doctor.zh-CN.md) \1。"),
+    (r"^\*\*Doctor\*\*: yes\. ", "[The doctor](doctor.md) names it. "),
+    (r"^\*\*Doctor\*\*: no\. ", "[The doctor](doctor.md) does not name it. "),
+    (r"^\*\*医生\*\*\W(.*?)。", r"[训练脚本医生](doctor.zh-CN.md)\1。"),
 ]
 # The starts with the processes of minimal/distributed.py, which the mistakes are diffs against.
 LIKE_TORCHRUN = ["torchrun", "spawn", "slurm", "apex"]

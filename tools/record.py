@@ -19,7 +19,7 @@ COMMANDS = [
     f"grep '^[-+] ' {MISTAKE}",
     f"patch minimal/distributed.py \\\n    {MISTAKE}",
     "torchrun --standalone --nproc-per-node=2 \\\n    minimal/distributed.py | tail -1",
-    "python doctor.py \\\n    minimal/distributed.py | grep docs/bugs",
+    "python doctor \\\n    minimal/distributed.py | grep docs/bugs",
 ]
 
 
@@ -28,9 +28,8 @@ def record():
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # which torchrun sets too, with a warning
     parts = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("minimal", "bugs"):
+        for name in ("minimal", "bugs", "doctor"):
             shutil.copytree(ROOT / name, Path(folder) / name)
-        shutil.copy(ROOT / "doctor.py", folder)
         for command in COMMANDS:
             words = ["bash", "-o", "pipefail", "-c", f"{{ {command}\n}} 2>&1"]
             done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)

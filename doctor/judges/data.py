@@ -53,7 +53,7 @@ def same_order(row, run):
             return Finding(one["line"], text)
 
 
-@judge("trained", "doctor.md#an-item-is-not-counted-once", certain=True)
+@judge("trained", "doctor.md#an-item-is-not-counted-once", certain=True, general="items")
 def samplers_disagree(row, run):
     """Certain for samplers that divide the data among all: no two may give one item."""
     ours = all(one["num_replicas"] == len(run) for one in row)

@@ -2,13 +2,13 @@
 
 import re
 
+from ..events import MESSAGES
 from ..run import differ
 from . import Finding, judge
 from .data import uneven
 
 FORWARD = "the forward pass of DDP"
 STANDS = "doctor.md#it-stands-still"
-MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait()")
 
 
 def more_batches(run):
@@ -80,7 +80,7 @@ def hang(run):
     elif "new_group" in where:
         place, said = STANDS, f"{said}: all processes must call new_group()"
         line = next(event["line"] for event in waiting if event["where"] == "new_group")
-    elif where & {*MESSAGES}:
+    elif where & {*MESSAGES, "wait()"}:
         place = STANDS
     elif "backward" in where:
         place = "a-branch-that-depends-on-a-processs-own-data"

@@ -11,7 +11,7 @@ REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_ten
 REDUCING |= {"all_gather_object", "gather_object"}
 
 
-@judge("validated", "each-process-makes-its-own-split", certain=True)
+@judge("validated", "each-process-makes-its-own-split", certain=True, causes="items")
 def own_split(row, run):
     """Certain, for in one process no item is in both parts."""
     trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
@@ -88,7 +88,7 @@ def never_validated(run):
             continue
         if len({one["size"] for one in passes}) > 1:  # each process has a part as a data set
             continue
-        seen = times_seen(passes)
+        seen = times_seen(passes, parts=3)
         parted = any(one["length"] is not None and one["length"] < size for one in passes)
         if len(seen) < size and (parted or any(one["drops"] for one in passes)):
             why = ": drop_last=True" if passes[0]["drops"] else ""
@@ -96,12 +96,13 @@ def never_validated(run):
             return Finding(passes[0]["line"], text)
 
 
-@judge("validated", ONCE, certain=True)
+@judge("validated", ONCE, certain=True, general="items")
 def validated_twice(row, run):
     """Certain where numbers of parts are added up that overlap by more than a padding."""
-    if not all(one["whole"] for one in row) or not added_up(row[0], run[0]):
+    trims = row[0]["trims"]  # Accelerate cuts off what it repeats
+    if trims or not all(one["whole"] for one in row) or not added_up(row[0], run[0]):
         return None
-    seen = times_seen(row)
+    seen = times_seen(row, parts=3)
     twice = sum(count > 1 for count in seen.values())
     if twice > max(0, row[0]["padding"]) and differ(row, "items"):
         return Finding(

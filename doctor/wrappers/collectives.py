@@ -2,14 +2,13 @@
 
 import torch.distributed as dist
 
-from ..events import note, total, users_line
+from ..events import MESSAGES, note, total, users_line
 from . import caller, wrap
 from .optimizers import is_gradient
 
 COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
 scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_gather_object
 gather_object broadcast_object_list scatter_object_list monitored_barrier""".split()
-MESSAGES = "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
 IN_PLACE = "all_reduce reduce broadcast".split()
 SMALL = 64  # elements: the sum of such a tensor is noted
 PENDING = {}  # address of a tensor: (line, Work), of async_op=True, until wait() is called

@@ -38,9 +38,12 @@ def command_of(name, folder, processes=2, epochs=one_gpu.EPOCHS):
     return ["env", *command.split()], env
 
 
-@pytest.mark.parametrize("script", ["minimal/one_gpu.py", "minimal/distributed.py", "doctor.py"])
-def test_needs_torch_and_scikit_learn_alone(script):
-    imports = re.findall(r"^(?:import|from) (\w+)", (ROOT / script).read_text(), re.M)
+@pytest.mark.parametrize(
+    "scripts", ["minimal/one_gpu.py", "minimal/distributed.py", "doctor/**/*.py"]
+)
+def test_needs_torch_and_scikit_learn_alone(scripts):
+    text = "".join(path.read_text() for path in ROOT.glob(scripts))
+    imports = re.findall(r"^(?:import|from) (\w+)", text, re.M)
     assert {*imports} - sys.stdlib_module_names <= {"torch", "sklearn"}
 
 

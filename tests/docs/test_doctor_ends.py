@@ -1,0 +1,180 @@
+"""How the doctor ends: what it says of a run that fails, was killed or stands still."""
+
+import json
+import re
+
+import pytest
+from conftest import PYTHON, ROOT, run
+
+from tests.docs.copies import USER
+
+HEAD = """import os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.ones(1)
+"""
+
+
+def report(folder, text, *flags, code, timeout=100):
+    """What the doctor prints of a script; it runs once."""
+    (folder / "train.py").write_text(HEAD + text)
+    words = [PYTHON, ROOT / "doctor", "--quick", "--patience=3", *flags, "train.py"]
+    output = run(words, folder, env=USER, code=code, timeout=timeout)
+    assert "the doctor failed" not in output and "Traceback" not in output.rpartition("mistakes")[2]
+    return output
+
+
+def line(text, what):
+    """Its place in the script."""
+    lines = (HEAD + text).splitlines()
+    return f"train.py:{1 + next(i for i, one in enumerate(lines) if what in one)}"
+
+
+@pytest.mark.full
+def test_a_process_that_was_killed_is_named_first(tmp_path):
+    """The other's "Connection closed by peer" is what followed."""
+    text = """dist.all_reduce(x)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(x)
+"""
+    output = report(tmp_path, text, code=3)
+    first = re.findall(r"^ train\.py:\d+  rank .*$", output, re.M)[0]
+    assert first.endswith("by SIGKILL after this line: by the kernel, if memory was short"), output
+    assert first.startswith(f" {line(text, 'all_reduce')}  rank 1 was ended"), output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dist.recv(x)",
+        "dist.recv(x, src=1 - rank)\ndist.send(x, 1 - rank)",
+        "work = dist.irecv(x, src=1 - rank)\nwork.wait()",
+        "(work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1 - rank)])\nwork.wait()",
+    ],
+)
+def test_a_hang_at_one_line_ends(text, tmp_path):
+    output = report(tmp_path, text, code=1)
+    assert "the doctor ended the run: it had stood still for 3 s" in output, output
+    assert "rank 0 waits in" in output and "docs/doctor.md#it-stands-still" in output, output
+
+
+@pytest.mark.full
+def test_a_group_that_its_members_alone_make(tmp_path):
+    text = """if rank == 0:
+    group = dist.new_group([0])
+dist.barrier()
+"""
+    output = report(tmp_path, text, code=1)
+    assert "all processes must call new_group()" in output, output
+    assert f" {line(text, 'new_group')}  rank 0 waits in new_group" in output, output
+
+
+@pytest.mark.full
+def test_a_healthy_wait_is_not_ended(tmp_path):
+    """Rank 0 sleeps, as in a download, for longer than the patience; rank 1 waits for it."""
+    text = """if rank == 0:
+    time.sleep(12)
+dist.barrier()
+print("came through")
+"""
+    output = report(tmp_path, text, code=None)
+    assert output.count("came through") == 2 and "ended the run" not in output, output
+
+
+@pytest.mark.full
+def test_who_ended_a_wait_without_end_is_said(tmp_path):
+    text = """if rank == 0:
+    time.sleep(1000)
+dist.barrier()
+"""
+    output = report(tmp_path, text, code=3)
+    said = "the doctor ended the run: it had stood still for 24 s: see --patience"
+    assert said in output and "exit code" not in output, output
+    assert "hint: rank 0 is at" in output and "will the timeout be longer?" in output, output
+
+
+@pytest.mark.full
+def test_an_endless_loop_ends(tmp_path):
+    text = """if rank == 0:
+    while True:
+        pass
+dist.barrier()
+"""
+    output = report(tmp_path, text, "--patience=1", code=3)
+    assert "it had stood still for 40 s" in output, output
+
+
+@pytest.mark.full
+def test_a_failed_script_is_no_mistake(tmp_path):
+    """Its exit code is another; what it had found goes into the file."""
+    output = report(tmp_path, "1 / (rank - 1)", "--json=report.json", code=3)
+    assert "rank 1 failed: ZeroDivisionError" in output, output
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["found"] == [] and "ZeroDivisionError" in found["failed"][0]
+
+
+def test_a_folder_that_is_missing_is_said_before_the_run(tmp_path):
+    (tmp_path / "train.py").touch()
+    words = [PYTHON, ROOT / "doctor", "--json", "no/report.json", "train.py"]
+    output = run(words, tmp_path, env=USER, code=2)
+    assert "--json no/report.json: there is no such folder" in output, output
+
+
+WORK = """import torch.distributed as dist
+
+def work(rank, path):
+    dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=2)
+    dist.barrier()
+    print("worked")
+"""
+STARTS = """import tempfile
+import torch.multiprocessing as mp
+from package.work import work
+
+def main():
+    mp.spawn(work, (tempfile.mktemp(),), 2)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_that_starts_its_processes_in_another_file(module, tmp_path):
+    """It is started again, without a launcher. As a file, and as a module."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/work.py").write_text(WORK)
+    (tmp_path / "package/starts.py").write_text(STARTS)
+    text = 'from package.starts import main\n\nif __name__ == "__main__":\n    main()\n'
+    name = ["-m", "package.train"] if module else ["train.py"]
+    (tmp_path / ("package/train.py" if module else "train.py")).write_text(text)
+    words = [PYTHON, ROOT / "doctor", "--quick", *name]
+    output = run(words, tmp_path, env=USER, code=2, timeout=100)
+    assert output.count("worked") == 2 and "looked at 2 processes" in output, output
+
+
+@pytest.mark.full
+def test_the_line_that_asks_for_a_gpu_is_named(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\n\nassert torch.cuda.is_available()\n")
+    words = [PYTHON, ROOT / "doctor", "--quick", "train.py"]
+    output = run(words, tmp_path, env=USER, code=3)
+    assert "\n train.py:3  here it asks for a GPU, and is told that there is none\n" in output
+
+
+@pytest.mark.full
+def test_without_docstrings(tmp_path):
+    """python -OO: nothing hangs on one."""
+    output = run([PYTHON, "-OO", ROOT / "doctor", "--help"], tmp_path, env=USER)
+    assert "usage: doctor" in output
+    (tmp_path / "train.py").write_text(HEAD + "dist.all_gather([x], torch.ones(1 + rank))\n")
+    words = [PYTHON, "-OO", ROOT / "doctor", "--quick", "train.py"]
+    output = run(words, tmp_path, env=USER | {"PYTHONOPTIMIZE": "2"}, code=None)
+    assert "is given tensors of shape [1] and [2]" in output, output
+
+
+def test_the_old_name(tmp_path):
+    """python doctor.py, of older instructions."""
+    assert "usage: doctor" in run([PYTHON, ROOT / "doctor.py", "--help"], tmp_path, env=USER)

@@ -1,0 +1,281 @@
+"""What the doctor has seen is told: each certain fact, on a small script with one edit."""
+
+import pytest
+
+from tests.docs.copies import edited
+from tests.docs.doctors import looked_at
+
+RIGHT = """import copy
+import random
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+seeded = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(64, 4, generator=seeded), torch.arange(64) % 2)
+sampler = DistributedSampler(data, drop_last=True)
+loader = DataLoader(data, 8, sampler=sampler)
+val_loader = DataLoader(data, 8, sampler=range(rank, 64, 2))
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+torch.manual_seed(rank)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+model = DistributedDataParallel(net)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    net.train()
+    for step, (images, target) in enumerate(loader):
+        loss = torch.nn.functional.cross_entropy(model(images), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    scheduler.step()
+    net.eval()
+    correct = torch.zeros(1)
+    with torch.no_grad():
+        for images, target in val_loader:
+            correct += (net(images).argmax(1) == target).sum()
+    dist.all_reduce(correct)
+    if rank == 0:
+        print(f"{100 * correct.item() / 64:.1f} % correct")
+del model
+dist.destroy_process_group()
+"""
+WRAP = "model = DistributedDataParallel(net)"
+AVERAGE = """        for w in net.parameters():
+            dist.all_reduce(w.grad)
+            w.grad /= 2
+"""
+BY_HAND = [
+    (WRAP, "model = net"),
+    (
+        "        optimizer.step()",
+        AVERAGE + "        optimizer.step()",
+    ),
+    ("del model\n", ""),
+]
+FORWARD = "        loss = torch"
+REDUCE = "    dist.all_reduce(correct)"
+
+
+def alone(line):
+    """An edit: only rank 0 does this."""
+    blanks = line[: len(line) - len(line.lstrip())]
+    return line, f"{blanks}if rank == 0:\n    {line}"
+
+
+# name: (edits, certain, what is said, the line that is named)
+SEEN = {
+    "schedule on rank 0": (
+        [alone("    scheduler.step()")],
+        True,
+        "the learning rates differ: [0.01",
+        "scheduler.step()",
+    ),
+    "rate of the rank": (
+        [("lr=0.1", "lr=0.1 * (rank + 1)")],
+        True,
+        "the learning rates differ: [0.1] and [0.2]",
+        "optimizer.step()",
+    ),
+    "rate set by hand": (
+        [(FORWARD, f'        optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * rank\n{FORWARD}')],
+        True,
+        "the learning rates differ",
+        "optimizer.step()",
+    ),
+    "weights changed on rank 0": (
+        [
+            (
+                FORWARD,
+                f"        if rank == 0:\n            net[0].weight.data += 1\n{FORWARD}",
+            )
+        ],
+        True,
+        "differs between the processes",
+        "optimizer.step()",
+    ),
+    "step on rank 0": (
+        [alone("        optimizer.step()")],
+        True,
+        "the processes make 8 and 0 steps",
+        "optimizer.step()",
+    ),
+    "zero_grad on rank 0": (
+        [alone("        optimizer.zero_grad()")],
+        True,
+        "rank 1 has not called zero_grad()",
+        "optimizer.step()",
+    ),
+    "train on rank 0": (
+        [alone("    net.train()")],
+        True,
+        "rank 1 is not in training mode",
+        "model(images)",
+    ),
+    "eval on rank 0": (
+        [alone("    net.eval()")],
+        True,
+        "rank 1 validates in training mode",
+        "net(images)",
+    ),
+    "set_epoch on rank 0": (
+        [alone("    sampler.set_epoch(epoch)")],
+        True,
+        "items are read by several processes: their samplers' epoch is 1 and 0",
+        "sampler = Dist",
+    ),
+    "seeds of samplers": (
+        [("data, drop_last=True)", "data, seed=rank, drop_last=True)")],
+        True,
+        "their samplers' seed is 0 and 1",
+        "sampler = Dist",
+    ),
+    "own shuffles": (
+        [
+            (
+                "loader = DataLoader(data, 8, sampler=sampler)",
+                "part = torch.randperm(64)[rank::2].tolist()\n"
+                "loader = DataLoader(data, 8, sampler=part)",
+            ),
+        ],
+        False,
+        "items are read by several processes",
+        "loader = DataLoader",
+    ),
+    "counted on rank 0": (
+        [alone("            correct += (net(images).argmax(1) == target).sum()")],
+        False,
+        "rank 1 validates items, and adds 0",
+        "dist.all_reduce(correct)",
+    ),
+    "validated by rank 0": (
+        [
+            (
+                "        for images, target in val_loader:",
+                "        for images, target in val_loader if rank == 0 else []:",
+            )
+        ],
+        True,
+        "32 of 64 items are never validated",
+        "in val_loader",
+    ),
+    "last batch dropped": (
+        [("sampler=range(rank, 64, 2))", "sampler=range(rank, 60, 2), drop_last=True)")],
+        True,
+        "16 of 64 items are never validated: drop_last=True",
+        "in val_loader",
+    ),
+    "parts that overlap": (
+        [
+            ("range(rank, 64, 2)", "range(40 * rank, 40 * rank + 24 + 16 * (1 - rank))"),
+            ("40 * rank, 40", "24 * rank, 40"),
+        ],
+        True,
+        "validated items count several times",
+        "val_loader = DataLoader",
+    ),
+    "a batch is left out": (
+        [(FORWARD, f"        if rank and step == 1:\n            continue\n{FORWARD}")],
+        True,
+        "of 4 batches the processes train with 4 and 3",
+        "in enumerate(loader)",
+    ),
+    "unequal gathers": (
+        [
+            (
+                REDUCE,
+                f"{REDUCE}\n    x = torch.zeros(3 + rank)\n    dist.all_gather([x, x], x)",
+            )
+        ],
+        True,
+        "all_gather is given tensors of shape [3] and [4]",
+        "dist.all_gather(",
+    ),
+    "by hand, not broadcast": (
+        [*BY_HAND, ("torch.manual_seed(0)\nnet", "net")],
+        True,
+        "the weights differ between the processes from the first step on: broadcast rank 0's",
+        "optimizer.step()",
+    ),
+    "nothing is averaged": (
+        [(WRAP, "model = net")],
+        False,
+        "no DDP, and no gradient is averaged",
+        "optimizer.step()",
+    ),
+    "averaged twice": (
+        [
+            (
+                "        optimizer.step()",
+                "        dist.all_reduce(net[0].weight.grad)\n        optimizer.step()",
+            )
+        ],
+        False,
+        "DDP has averaged these gradients already",
+        "dist.all_reduce(net[0]",
+    ),
+    "another model is validated": (
+        [
+            (
+                "for epoch in range(2):",
+                "ema = copy.deepcopy(net)\nema[0].weight.data += rank\nfor epoch in range(2):",
+            ),
+            ("    net.eval()", "    ema.eval()"),
+            ("net(images).argmax", "ema(images).argmax"),
+        ],
+        True,
+        "0.weight of the model that is validated differs",
+        "ema(images)",
+    ),
+    "read before wait": (
+        [(REDUCE, "    work = dist.all_reduce(correct, async_op=True)")],
+        True,
+        "the result is read before wait() was called",
+        "dist.all_reduce(correct, async_op=True)",
+    ),
+    "the same random numbers": (
+        [
+            ("torch.manual_seed(rank)\noptimizer", "optimizer"),
+            ("torch.nn.ReLU()", "torch.nn.Dropout()"),
+        ],
+        False,
+        "all processes draw the same random numbers",
+        "torch.manual_seed(0)",
+    ),
+    "Python's random numbers": (
+        [
+            (FORWARD, f"        images = images * random.random()\n{FORWARD}"),
+            ("seeded = ", "random.seed(0)\nseeded = "),
+        ],
+        False,
+        "all processes draw the same random numbers of Python's random",
+        "torch.manual_seed(rank)",
+    ),
+}
+
+
+def seen_in(folder, edits=()):
+    """[(certain, text, what stands in the line)], and the output."""
+    script = folder / "train.py"
+    script.write_text(edited(RIGHT, edits))
+    _, found, output = looked_at(script)
+    return [(one.certain, one.text, line) for one, line in found], output
+
+
+def test_the_right_script_is_clean(tmp_path):
+    found, output = seen_in(tmp_path)
+    assert not found, output
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_was_seen_is_told(name, tmp_path):
+    edits, certain, said, line = SEEN[name]
+    found, output = seen_in(tmp_path, edits)
+    right = [one for one in found if one[0] == certain and said in one[1] and line in one[2]]
+    assert right, (found, output)
