@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 from . import report
-from .judges import findings
-from .judges.comparing import batch_per_process, epoch_repeated
-from .launch import examine
+from .judges import comparing, findings
+from .launch import examine, launcher
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -95,9 +94,9 @@ class OtherRuns:
         well = all(process.end["error"] == "" for process in run)
         if args.twice or (well and self.may_resume() and self.time_for("starting it again")):
             found.append(self.started_again())
-        by_torchrun = not (args.by or args.starts_its_own)
+        by_torchrun = launcher(args, args.n).is_torchrun
         if args.against_one or (by_torchrun and run.noted("step") and self.time_for("one process")):
-            found.append(self.alone())
+            found += self.alone()
         alone = args.n == 2 and args.nodes == 1 and not self.gpus()
         if by_torchrun and well and alone and self.time_for("three machines", 1.5):
             found += self.three_machines()
@@ -123,13 +122,19 @@ class OtherRuns:
         loads = again and again[0].of("load")
         began = "it loaded a file" if loads else "torch.load() was not called: it began anew"
         self.said.append(f"started again: {began}")
-        return epoch_repeated(self.run, again) if again else None
+        return comparing.epoch_repeated(self.run, again) if again else None
 
     def alone(self):
         alone = examine(self.args, f"{self.folder}/alone", 1)[0]
         steps = [len(one[0].of("step")) if one else 0 for one in (self.run, alone)]
         self.said.append("compared with one process: {} steps here, {} there".format(*steps))
-        return batch_per_process(self.run, alone) if alone else None
+        if not alone:
+            return []
+        batch = comparing.batch_per_process(self.run, alone)
+        if batch:  # it explains other numbers
+            return [batch]
+        gradients = comparing.other_gradients(self.run, alone)
+        return [gradients, *comparing.other_numbers(self.run, alone)]
 
     def three_machines(self):
         """Parts that are not alike, and a local rank that is taken for a rank."""

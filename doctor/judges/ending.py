@@ -40,6 +40,34 @@ def frozen_late(run):
                 )
 
 
+@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True, general="hang")
+def calls_differ(run):
+    """Certain: what one calls among all, all must call. gloo may take what another call has sent.
+
+    Of a run that failed, with the training steps of DDP, which send gradients.
+    """
+    failed = any(process.end["error"] != "" for process in run)
+    if run.stopped or (failed and any(process.end["error"] == "" for process in run)):
+        return None  # hang() or stops_early() tell it
+    for row in zip(*(calls(process, failed) for process in run), strict=False):
+        names = [what for what, _ in row]
+        if len({*names}) > 1:
+            said = " and ".join(f"rank {r} {what} ({at})" for r, (what, at) in enumerate(row))
+            return Finding(row[0][1], f"the processes do not make the same calls: {said}")
+    return None
+
+
+def calls(process, steps):
+    """[(what, line)] of its calls that all processes must make, in their order."""
+    found = []
+    for event in process.of("collective", "forward"):
+        if event["kind"] == "collective" and event["whole"]:
+            found.append((f"calls {event['name']}()", event["line"]))
+        elif event["kind"] == "forward" and steps and event["wrapped"] and event["trains"]:
+            found.append(("trains", event["line"]))
+    return found
+
+
 def standing(run):
     """(the last event of each, those that wait for others, all in words)"""
     last, said = [process.events[-1] for process in run], []
