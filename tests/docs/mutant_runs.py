@@ -137,7 +137,7 @@ def seed_anew():
 
 def fork_what_is_spawned():
     """mp.spawn's processes would each import torch."""
-    import torch.multiprocessing
+    import torch.multiprocessing  # noqa: F401
 
     module = sys.modules["torch.multiprocessing.spawn"]
     real = module.start_processes
@@ -234,7 +234,11 @@ def ended_well_or_how(job):
             return "hangs"
     if not any(codes):
         return ""
-    errors = re.findall(r"^(?:\[rank\d+\]: )?(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit)\b.*)$", job.output.read_text(), re.M)
+    errors = re.findall(
+        r"^(?:\[rank\d+\]: )?(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit)\b.*)$",
+        job.output.read_text(),
+        re.M,
+    )
     lost = "closed by peer|reset by peer|Connection refused|Broken pipe|timed out|Timed out"
     lost += "|SocketException|ProcessExited|ProcessRaised|terminated with the following"
     own = [error for error in errors if not re.search(lost, error)]
@@ -253,19 +257,29 @@ def behaviour(text, ranks, folder, nodes=1, files=(), own=False):
         shutil.copy(path, folder)
     script = Path(folder, "script.py")
     script.write_text(text)
-    job = Job([script], 0 if own else ranks, folder, os.environ | {"LOCAL_WORLD_SIZE": str(ranks)}, nodes, PROBE)
+    job = Job(
+        [script],
+        0 if own else ranks,
+        folder,
+        os.environ | {"LOCAL_WORLD_SIZE": str(ranks)},
+        nodes,
+        PROBE,
+    )
     how = ended_well_or_how(job)
     probes = [json.loads(path.read_text()) for path in Path(folder).glob("probe.*")]
     probes.sort(key=lambda probe: probe["rank"])
     if not how and len(probes) != ranks:
         how = "hangs"  # it ended before it joined the others
-    passes = [sorted(sum(parts, [])) for parts in zip(*(p["passes"] for p in probes), strict=False)]
+    rows = zip(*(probe["passes"] for probe in probes), strict=False)
+    passes = [sorted(item for part in row for item in part) for row in rows]
     numbers = [len(probe["passes"]) for probe in probes]
     printed = job.output.read_text()
     lines = {line for line in printed.splitlines() if re.search(r"\d", line)}
     return {
         "how": how,
-        "printed": sorted(line for line in lines if not re.search("[Ww]arn|gloo|W1|script.py:", line)),
+        "printed": sorted(
+            line for line in lines if not re.search("[Ww]arn|gloo|W1|script.py:", line)
+        ),
         "weights": [probe["weights"] for probe in probes],
         "items": [passes, numbers],
         "saves": [save for probe in probes for save in probe["saves"]],
@@ -282,12 +296,15 @@ def other(mutant, right):
         if mutant[fact] != right[fact]:
             if fact == "how":
                 return mutant["how"] or "ends well"
-            apart = fact == "weights" and len({*map(str, mutant[fact])}) > len({*map(str, right[fact])})
+            apart = fact == "weights" and len({*map(str, mutant[fact])}) > len(
+                {*map(str, right[fact])}
+            )
             return "weights apart" if apart else f"other {fact}"
     return ""
 
 
 # ---- What the doctor says
+
 
 def doctor():
     """The package, whose launcher is played by Job."""
@@ -354,13 +371,14 @@ def related(mutant, line):
         if isinstance(node, ast.stmt) and node.lineno == line:
             parts = heads(node)
             uses = frozenset().union(*map(variables_of, parts))
-            sets = frozenset().union(*map(assigned_by, parts))
+            sets = frozenset().union(*(assigned_by(part, tree) for part in parts))
             if uses & mutant.assigned or sets & mutant.variables:
                 return True
     return False
 
 
 # ---- All of a script
+
 
 class Script:
     """A right script, shortened, and what it does."""
@@ -422,13 +440,17 @@ def shortened(text):
     """Two epochs of half of the images, and a small net: a run takes a second, not ten."""
     text = re.sub(r"^EPOCHS = \d+", "EPOCHS = 2", text, flags=re.M)
     text = re.sub(r"range\((4, )?1797", r"range(\g<1>897", text)
-    text = text.replace("nn.Conv2d(1, 64,", "nn.Conv2d(1, 8,").replace("BatchNorm2d(64)", "BatchNorm2d(8)")
+    text = text.replace("nn.Conv2d(1, 64,", "nn.Conv2d(1, 8,").replace(
+        "BatchNorm2d(64)", "BatchNorm2d(8)"
+    )
     text = text.replace("64 * 6 * 6", "8 * 6 * 6")
     if "class UNet" in text:
         text = text.replace("in interpolate(digits,", "in interpolate(digits[:299],")
         text = text.replace("torch.arange(897)", "torch.arange(299)")
         text = re.sub(r"\b16\b(?=[,)]| \+)", "4", text).replace("32, 32)", "8, 8)")
-        text = text.replace("convs(4, 32), convs(8, 8)", "convs(4, 8), convs(8, 8)").replace("4 + 32", "4 + 8")
+        text = text.replace("convs(4, 32), convs(8, 8)", "convs(4, 8), convs(8, 8)").replace(
+            "4 + 32", "4 + 8"
+        )
     return text
 
 
@@ -452,12 +474,18 @@ def measure(name, out, limit=None, again=None, quick=False):
                 if again and not re.search(again, row["kind"] + " " + str(row.get("named"))):
                     continue
                 report = diagnosed(folder, ["--quick"], mutant.text, script.files[2])
-                more = {"counts": named(mutant, report, script.known) in ("", "error"), "right": number % 4 == 0}
+                more = {
+                    "counts": named(mutant, report, script.known) in ("", "error"),
+                    "right": number % 4 == 0,
+                }
                 if not quick and more.get(row["kind"]):  # its other runs only add
                     report = diagnosed(folder, [], mutant.text, script.files[2])
                 row |= {"report": report, "named": named(mutant, report, script.known)}
                 row |= {"line": mutant.line, "last": mutant.last}
-                print(f"{row['kind']:7}{row['how']:15}{row['named'] or '-':9}{mutant.name}", flush=True)
+                print(
+                    f"{row['kind']:7}{row['how']:15}{row['named'] or '-':9}{mutant.name}",
+                    flush=True,
+                )
             path.write_text(json.dumps([*known.values()], indent=1))
     return [*known.values()]
 
@@ -467,7 +495,9 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("scripts", nargs="*", default=SCRIPTS)
     parser.add_argument("--limit", type=int, help="a sample of so many mutants of each script")
-    parser.add_argument("--again", help="ask the doctor again where this pattern fits a row's kind and name")
+    parser.add_argument(
+        "--again", help="ask the doctor again where this pattern fits a row's kind and name"
+    )
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     args.folder.mkdir(exist_ok=True)

@@ -5,6 +5,7 @@ a condition or an argument is gone; a rank, a size, a seed, a sign, a model is a
 """
 
 import ast
+import itertools
 import re
 from typing import NamedTuple
 
@@ -70,16 +71,25 @@ def variables_of(node):
     return frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
 
 
-def assigned_by(node):
-    """The variables that a statement sets, or may change by a call: net of net.train()."""
-    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and type(n.ctx) is ast.Store}
-    calls = [n.value for n in ast.walk(node) if isinstance(n, ast.Expr)]
-    for call in calls:
-        if isinstance(call, ast.Call):
+def assigned_by(node, tree):
+    """The variables that a statement sets, or may change: net of net.train(), w of w.grad /= 2.
+
+    What changes a loop's variable may change what the loop is over: net of net.buffers().
+    """
+    changed = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.AugAssign):
+            changed |= variables_of(one.target)
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call):
+            call = one.value
             of_method = isinstance(call.func, ast.Attribute)
             parts = [*call.args, *([call.func.value] if of_method else [])]
-            found |= {part.id for part in parts if isinstance(part, ast.Name)}
-    return frozenset(found - {"dist", "torch", "nn"})
+            changed |= {part.id for part in parts if isinstance(part, ast.Name)}
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For) and changed & variables_of(loop.target):
+            changed |= variables_of(loop.iter)
+    stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and type(n.ctx) is ast.Store}
+    return frozenset((stored | changed) - {"dist", "torch", "nn"})
 
 
 def blocks(tree):
@@ -111,7 +121,7 @@ def mutants(text):
             continue
         name = f"{kind}: {header(source, statement)}"
         head = heads(statement)
-        sets = frozenset().union(*(assigned_by(one) for one in head))
+        sets = frozenset().union(*(assigned_by(one, source.tree) for one in head))
         uses = frozenset().union(*(variables_of(one) for one in head))
         found.append(Mutant(name, *changed_lines(text, mutated), mutated, uses, sets))
     return found
@@ -232,7 +242,7 @@ def of_call(source, call):
                 end = source.span(arguments[1])[0]
             yield f"without {argument.arg}=", source.with_other(((begin, end), ""))
     plain = [one for one in call.args if not isinstance(one, ast.Starred)]
-    for first, second in zip(plain, plain[1:], strict=False):
+    for first, second in itertools.pairwise(plain):
         swapped = [(first, source.of(second)), (second, source.of(first))]
         yield "arguments exchanged", source.with_other(*swapped)
     if ast.unparse(call.func).endswith("get_world_size"):
