@@ -57,7 +57,7 @@ FIELDS = {
     "cut": "number",  # --steps ended the pass
     "drew": "of",  # a worker of a loader drew random numbers of this library for an item
     # ---- Files
-    "save": "path of_wrapped",
+    "save": "path of_wrapped parts",  # parts: of tensors that FSDP has divided
     "load": "path",
     "prints": "words numbers",  # a line with numbers; words: without them
     "above 100 %": "",  # printed

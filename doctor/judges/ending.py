@@ -44,7 +44,7 @@ def frozen_late(run):
 def calls_differ(run):
     """Certain: what one calls among all, all must call. gloo may take what another call has sent.
 
-    Of a run that failed, with the training steps of DDP, which send gradients.
+    Of a run that failed, with what DDP and FSDP do in a training step: they send gradients.
     """
     failed = any(process.end["error"] != "" for process in run)
     if run.stopped or (failed and any(process.end["error"] == "" for process in run)):
@@ -60,11 +60,15 @@ def calls_differ(run):
 def calls(process, steps):
     """[(what, line)] of its calls that all processes must make, in their order."""
     found = []
-    for event in process.of("collective", "forward"):
+    wraps, shards = process.of("wrap"), process.of("shards")
+    for event in process.of("collective", "forward", "backward"):
         if event["kind"] == "collective" and event["whole"]:
             found.append((f"calls {event['name']}()", event["line"]))
-        elif event["kind"] == "forward" and steps and event["wrapped"] and event["trains"]:
-            found.append(("trains", event["line"]))
+        elif event["kind"] == "forward" and steps and event["trains"]:
+            if shards or event["wrapped"]:
+                found.append(("trains", event["line"]))
+        elif event["kind"] == "backward" and steps and (wraps or shards):
+            found.append(("calls backward()", event["line"]))
     return found
 
 

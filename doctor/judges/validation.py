@@ -212,3 +212,13 @@ def read_before_the_sum(run):
                 text = f"{known[0]} has read this number before it is added up, and none after"
                 return Finding(line, text)
     return None
+
+
+@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True)
+def one_saves_its_part(run):
+    """Certain where a process saves no file, and one saves what FSDP has left it."""
+    saves = [process.of("save") for process in run]
+    parts = [save for of_one in saves for save in of_one if save["parts"]]
+    if parts and not all(saves):
+        text = "a part of the weights is saved, that of this process: the others save none"
+        return Finding(parts[0]["line"], text)
