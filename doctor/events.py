@@ -15,6 +15,7 @@ FIELDS = {
     # ---- Processes and groups
     "began": "gpus",  # the script begins; gpus: how many this process sees
     "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK
+    "shards": "weights",  # fully_shard() is about to divide these: sums by name
     "part": "",  # a group of some of the processes was made, or a mesh of two axes
     "join": "",  # torch's Join(): parts of unlike length are meant
     "spawns": "",  # a process of the launcher is about to start processes of its own
@@ -25,8 +26,10 @@ FIELDS = {
     "end": "error frozen outside",  # of the script; error: "" if it ended well
     "fault": "error",  # of the doctor itself
     # ---- Collectives. shape: of the tensor; number: its sum, of a small one outside of autograd;
-    # gradients: of which optimizer's weights it is the gradient, or None
-    "collective": "name shape number gradients whole",
+    # gradients: of which optimizer's weights it is the gradient, or None; known: the line that has
+    # read what such a small tensor held, or None
+    "collective": "name shape number gradients whole known",
+    "sum read": "",  # the result of an all_reduce() at this line was read, too
     "gradient": "one",  # a backward pass went through what all_reduce() changed in place
     "unwaited": "read",  # async_op=True, and read (or never) before wait() was called
     # ---- Models
@@ -38,8 +41,9 @@ FIELDS = {
     "validates": "training weights buffers wrapped",
     # ---- Training
     # order: what was done since the last step, by model; own: sums of weights that DDP does not
-    # know, ours: their number; random: states by library; zeroed: calls of zero_grad()
-    "step": "weights own order lr random zeroed optimizer ours",
+    # know, ours: their number; random: states by library; zeroed: calls of zero_grad();
+    # squares: the sum of those of the gradients, of the first steps
+    "step": "weights own order lr random zeroed optimizer ours squares",
     "mean": "counted",  # a mean of a loss, over so many numbers
     "clip": "scaled",  # gradients are clipped; scaled: by a GradScaler, until unscale_()
     "schedule": "number length",
@@ -53,8 +57,9 @@ FIELDS = {
     "cut": "number",  # --steps ended the pass
     "drew": "of",  # a worker of a loader drew random numbers of this library for an item
     # ---- Files
-    "save": "path of_wrapped",
+    "save": "path of_wrapped parts",  # parts: of tensors that FSDP has divided
     "load": "path",
+    "prints": "words numbers",  # a line with numbers; words: without them
     "above 100 %": "",  # printed
 }
 FIELDS = {kind: frozenset(names.split()) for kind, names in FIELDS.items()}

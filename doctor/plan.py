@@ -10,9 +10,8 @@ from pathlib import Path
 
 from . import report
 from .files import guarded, restore_dead
-from .judges import findings
-from .judges.comparing import batch_per_process, epoch_repeated
-from .launch import examine
+from .judges import comparing, findings
+from .launch import examine, launcher
 
 AGAIN, ALONE, THREE = "started again", "one process", "three machines of a process each"
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -108,10 +107,10 @@ class OtherRuns:
         if compared and (args.twice or (well and self.may_resume() and self.time_for(AGAIN))):
             found.append(self.started_again())
         self.of_files = self.files.put_back(args.keep)
-        by_torchrun = compared and not (args.by or args.starts_its_own)
+        by_torchrun = compared and launcher(args, args.n).is_torchrun
         trains = by_torchrun and run.noted("step")
         if compared and (args.against_one or (trains and self.time_for(ALONE))):
-            found.append(self.alone())
+            found += self.alone()
         usual = args.n == 2 and args.nodes == 1 and not self.gpus()
         if by_torchrun and well and usual and self.time_for(THREE, 1.5):
             found += self.three_machines()
@@ -145,13 +144,19 @@ class OtherRuns:
         loads = again and again[0].of("load")
         began = "it loaded a file" if loads else "torch.load() was not called: it began anew"
         self.said.append(f"started again: {began}")
-        return epoch_repeated(self.run, again) if again else None
+        return comparing.epoch_repeated(self.run, again) if again else None
 
     def alone(self):
         alone = self.anew(1)[0]
         steps = [len(one[0].of("step")) if one else 0 for one in (self.run, alone)]
         self.said.append("compared with one process: {} steps here, {} there".format(*steps))
-        return batch_per_process(self.run, alone) if alone else None
+        if not alone:
+            return []
+        batch = comparing.batch_per_process(self.run, alone)
+        if batch:  # it explains other numbers
+            return [batch]
+        gradients = comparing.other_gradients(self.run, alone)
+        return [gradients, *comparing.other_numbers(self.run, alone)]
 
     def three_machines(self):
         """Parts that are not alike, and a local rank that is taken for a rank."""

@@ -1,10 +1,16 @@
 """What another run of the same script shows: with one process, or started again."""
 
+import math
+import re
+
 from ..run import names
 from . import Finding
 
 BATCH = "the-batch-size-is-per-process"
 REPEATED = "the-resumed-run-repeats-an-epoch"
+AVERAGED = "doctor.md#the-gradients-are-averaged-twice"
+NUMBERS = "doctor.md#a-number-is-that-of-a-part"
+UNIT = r"s\b|ms|sec|min|h\b|it\b|\w+ ?(/|per)"  # of a time or a speed
 
 
 def batch_per_process(run, alone):
@@ -25,3 +31,68 @@ def epoch_repeated(run, again):
         text = "the run that resumes begins with the epoch that was done"
         return Finding(after[0]["line"], text, REPEATED, certain=True)
     return None
+
+
+def other_gradients(run, alone):
+    """A hint, for the learning rate may be chosen for a sum. Of steps from the same weights."""
+    steps, others = run.rows("step")[:3], alone[0].of("step")[:3]
+    same = steps and others and all(steps[0][0][k] == others[0][k] for k in ("weights", "own"))
+    if not same or not (steps[0][0]["weights"] or steps[0][0]["own"] or same_shards(run, alone)):
+        return None
+    ratios = [
+        ratio(length(row), length([other])) for row, other in zip(steps, others, strict=False)
+    ]
+    if times := factor(ratios, len(run), 0.1):
+        sums = [e["line"] for e in run[0].of("collective") if e["gradients"]]
+        text = f"the gradients are {times} those of one process"
+        return Finding((sums or [steps[0][0]["line"]])[0], text, AVERAGED, certain=False)
+    return None
+
+
+def same_shards(run, alone):
+    own, other = run[0].of("shards"), alone[0].of("shards")
+    return own and [e["weights"] for e in own] == [e["weights"] for e in other]
+
+
+def length(row):
+    """The norm of all gradients, of which each process may have a part."""
+    plain, _ = row[0]["squares"] or (0, 0)
+    return math.sqrt(plain + sum(event["squares"][1] for event in row if event["squares"]))
+
+
+def ratio(a, b):
+    return a / b if b else 0
+
+
+def factor(ratios, size, near):
+    """ "2 times" or "1/2 of" if all ratios are about that, else ""."""
+    if ratios and all(abs(one / size - 1) < near for one in ratios):
+        return f"{size} times"
+    if ratios and all(abs(one * size - 1) < near for one in ratios):
+        return f"1/{size} of"
+    return ""
+
+
+def other_numbers(run, alone):
+    """Hints, for a number may be meant to be that of one process. A rate or a time may be so."""
+    own, other = printed(run[0]), printed(alone[0])
+    found = []
+    for key in own.keys() & other.keys():
+        pairs = [*zip(own[key], other[key], strict=False)]
+        apart = len(pairs) > 1 and len(own[key]) == len(other[key])
+        if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.1)):
+            a, b = pairs[-1]
+            text = f"it prints {a:g}, with one process {b:g}: {times} it"
+            found.append(Finding(key[0], text, NUMBERS, certain=False))
+    return found[:1]
+
+
+def printed(process):
+    """{(line, words, which of its numbers): [that number each time]}, of those with a point."""
+    found = {}
+    for event in process.of("prints"):
+        for i, number in enumerate(event["numbers"]):
+            after = event["words"].split("#")[i + 1].strip()
+            if "." in number and not re.match(UNIT, after):
+                found.setdefault((event["line"], event["words"], i), []).append(float(number))
+    return found

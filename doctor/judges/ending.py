@@ -40,6 +40,38 @@ def frozen_late(run):
                 )
 
 
+@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True, general="hang")
+def calls_differ(run):
+    """Certain: what one calls among all, all must call. gloo may take what another call has sent.
+
+    Of a run that failed, with what DDP and FSDP do in a training step: they send gradients.
+    """
+    failed = any(process.end["error"] != "" for process in run)
+    if run.stopped or (failed and any(process.end["error"] == "" for process in run)):
+        return None  # hang() or stops_early() tell it
+    for row in zip(*(calls(process, failed) for process in run), strict=False):
+        names = [what for what, _ in row]
+        if len({*names}) > 1:
+            said = " and ".join(f"rank {r} {what} ({at})" for r, (what, at) in enumerate(row))
+            return Finding(row[0][1], f"the processes do not make the same calls: {said}")
+    return None
+
+
+def calls(process, steps):
+    """[(what, line)] of its calls that all processes must make, in their order."""
+    found = []
+    wraps, shards = process.of("wrap"), process.of("shards")
+    for event in process.of("collective", "forward", "backward"):
+        if event["kind"] == "collective" and event["whole"]:
+            found.append((f"calls {event['name']}()", event["line"]))
+        elif event["kind"] == "forward" and steps and event["trains"]:
+            if shards or event["wrapped"]:
+                found.append(("trains", event["line"]))
+        elif event["kind"] == "backward" and steps and (wraps or shards):
+            found.append(("calls backward()", event["line"]))
+    return found
+
+
 def standing(run):
     """(the last event of each, those that wait for others, all in words)"""
     last, said = [process.events[-1] for process in run], []

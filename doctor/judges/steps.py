@@ -162,3 +162,21 @@ def own_weights_differ(run):
 def same_names(row):
     """Parts of one model, as in a pipeline, have other shapes."""
     return all(event["own"].keys() == row[0]["own"].keys() for event in row)
+
+
+@judge("run", DIFFER, certain=True)
+def shards_differ(run):
+    """Certain where nothing comes after that could make them equal."""
+    later = ("load", "collective")
+    for row in run.rows("shards"):
+        names = [name for name in row[0]["weights"] if differ_at(row, name)]
+        first = min((event["place"] for event in run[0].of("step")), default=len(run[0].events))
+        sent = [e for e in run[0].of(*later) if row[0]["place"] < e["place"] < first]
+        if names and not sent:
+            text = f"{names[0]} differs between the processes here: FSDP sends no weights"
+            return Finding(row[0]["line"], text)
+    return None
+
+
+def differ_at(row, name):
+    return len({event["weights"].get(name) for event in row}) > 1

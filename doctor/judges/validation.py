@@ -196,3 +196,29 @@ def all_save(run):
             place = "local-rank-0-is-taken-for-rank-0"
             return Finding(lines[0], f"{text}, as local rank 0", place)
         return Finding(lines[0], text)
+
+
+@judge("run", "doctor.md#a-result-is-read-too-early", certain=False)
+def read_before_the_sum(run):
+    """A hint, for both may be printed: that of one process, and that of all."""
+    for process in run:
+        sums = defaultdict(list)
+        for event in process.of("collective"):
+            if event["name"] in ("all_reduce", "reduce"):
+                sums[event["line"]].append(event["known"])
+        read = {event["line"] for event in process.of("sum read")}
+        for line, known in sums.items():
+            if all(known) and line not in read:
+                text = f"{known[0]} has read this number before it is added up, and none after"
+                return Finding(line, text)
+    return None
+
+
+@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True)
+def one_saves_its_part(run):
+    """Certain where a process saves no file, and one saves what FSDP has left it."""
+    saves = [process.of("save") for process in run]
+    parts = [save for of_one in saves for save in of_one if save["parts"]]
+    if parts and not all(saves):
+        text = "a part of the weights is saved, that of this process: the others save none"
+        return Finding(parts[0]["line"], text)

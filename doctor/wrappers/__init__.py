@@ -2,10 +2,14 @@
 
 import builtins
 import functools
+import itertools
 import re
 import sys
 
 from ..events import note
+
+NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)"
+prints = itertools.count()  # lines with numbers
 
 
 def wrap(owner, name, before=None, after=None, waits=None):
@@ -44,7 +48,17 @@ def install():
     import torch
 
     from .. import cuda
-    from . import collectives, groups, loaders, losses, models, optimizers, processes, saving
+    from . import (
+        collectives,
+        groups,
+        loaders,
+        losses,
+        models,
+        optimizers,
+        processes,
+        saving,
+        shards,
+    )
 
     if not torch.cuda.is_available():
         cuda.use_cpus_for_gpus(torch)
@@ -57,14 +71,18 @@ def install():
         losses,
         loaders,
         saving,
+        shards,
     ):
         subject.install(torch)
-    wrap(builtins, "print", before=percent)
+    wrap(builtins, "print", before=printed)
 
 
-def percent(*words, **_):
-    """Note a printed accuracy that no part of all can have."""
-    said = " ".join(word for word in words if isinstance(word, str))
+def printed(*words, file=None, **_):
+    """Note the numbers, and an accuracy that no part of all can have."""
+    said = " ".join(str(word) for word in words if isinstance(word, (str, int, float)))
+    numbers = re.findall(NUMBER, said)
+    if numbers and file is None and next(prints) < 200:
+        note("prints", words=re.sub(NUMBER, "#", said)[:200], numbers=numbers[:20])
     if any(float(number) > 100 for number in re.findall(r"(\d+\.?\d*) ?%", said)):
         note("above 100 %")
 

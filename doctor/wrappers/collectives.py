@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from ..events import MESSAGES, note, total, users_line
+from ..events import MESSAGES, RECORD, note, total, users_line
 from . import caller, wrap
 from .optimizers import is_gradient
 
@@ -11,10 +11,16 @@ scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_ga
 gather_object broadcast_object_list scatter_object_list monitored_barrier""".split()
 IN_PLACE = "all_reduce reduce broadcast".split()
 SMALL = 64  # elements: the sum of such a tensor is noted
+READ = {}  # the small tensors that were read: {tensor: (version, line)}
+SUMMED = {}  # those that were read and then added up, and not read since: {tensor: line}
 PENDING = {}  # address of a tensor: (line, Work), of async_op=True, until wait() is called
 
 
 def install(torch):
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    global READ, SUMMED
+    READ, SUMMED = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
     for name in COLLECTIVES:
         wrap_collective(torch, name)
     for name in MESSAGES:
@@ -38,6 +44,7 @@ def wrap_collective(torch, name):
             number=sum_of_small(torch, tensor),
             gradients=None if tensor is None else is_gradient(tensor),
             whole=group is None or group == dist.group.WORLD,
+            known=known_at(tensor) if name in ("all_reduce", "reduce") else None,
         )
 
     def after(work, *args, **kwargs):
@@ -66,6 +73,15 @@ def sum_of_small(torch, tensor):
     return None if tensor.dtype == torch.bool else float(total(tensor))
 
 
+def known_at(tensor):
+    """The line that has read what a small tensor holds, if one has."""
+    version, line = READ.get(tensor, (None, None)) if tensor is not None else (None, None)
+    if line is None or version != tensor._version:
+        return None
+    SUMMED[tensor] = users_line(caller())
+    return line
+
+
 def arrived(gradient, line):
     one = gradient.numel() == 1
     if not one or gradient.item() != 1:  # else it is that of each process's own part
@@ -81,6 +97,10 @@ def read(tensor, *_, **__):
     if PENDING and tensor.data_ptr() in PENDING:
         line, _ = PENDING.pop(tensor.data_ptr())
         note("unwaited", line=line, read=True)
+    if RECORD.pid and 0 < tensor.numel() <= SMALL and not tensor.is_inference():
+        if tensor in SUMMED:
+            note("sum read", line=SUMMED.pop(tensor))
+        READ[tensor] = tensor._version, users_line(caller())
 
 
 def note_unwaited():

@@ -20,6 +20,7 @@ changing = []  # the model whose train() runs: it calls that of its parts
 
 
 def install(torch):
+    import torch.optim.swa_utils
     from torch.nn.parallel import DistributedDataParallel as Wrapper
 
     grads = torch.is_grad_enabled
@@ -93,6 +94,8 @@ def install(torch):
         validated.clear()
         gc.collect()
 
+    averages = torch.optim.swa_utils.AveragedModel
+    wrap(averages, "__init__", after=lambda _, self, *args, **kwargs: watch(self.module))
     wrap(torch.distributed, "destroy_process_group", before=leave)
     wrap(Wrapper, "__init__", after=wrapped, waits="the constructor of DDP")
     wrap(Wrapper, "forward", before=forward, waits=FORWARD)

@@ -52,8 +52,20 @@ def step(torch, optimizer, *_):
         lr=[float(group["lr"]) for group in optimizer.param_groups],
         random=random_states(torch),
         zeroed=zeroed.pop(id(optimizer), 0),
+        squares=squares(torch, weights) if optimizer.doctors_steps <= 3 else None,
     )
     gradients.clear()
+
+
+def squares(torch, weights):
+    """The sum of those of all gradients: [of plain ones, of what lies here of divided ones]."""
+    sums = [0.0, 0.0]
+    for weight in weights:
+        if weight.grad is not None and weight.grad.layout is torch.strided:
+            mine = weight.grad.detach()
+            mine = mine if is_plain(mine) else mine.to_local()
+            sums[not is_plain(weight)] += mine.abs().double().square().sum().item()
+    return sums
 
 
 def leave_step(optimizer, *_):

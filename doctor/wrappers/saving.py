@@ -23,4 +23,6 @@ def save(obj, f, *args, **kwargs):
     inner = obj.values() if isinstance(obj, dict) else []
     dicts = [some for some in (obj, *inner) if isinstance(some, dict) and some]
     of_wrapped = any(all(str(key).startswith("module.") for key in some) for some in dicts)
-    note("save", path=path_of(f), of_wrapped=of_wrapped)
+    tensors = [x for some in dicts for x in some.values() if hasattr(x, "placements")]
+    parts = any(one.is_shard() for x in tensors for one in x.placements)
+    note("save", path=path_of(f), of_wrapped=of_wrapped, parts=parts)

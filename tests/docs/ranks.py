@@ -17,7 +17,9 @@ import torch
 from conftest import ROOT
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["torch.distributed", "torch.nn.parallel", "torchvision", "sklearn"])
+forks.set_forkserver_preload(
+    ["torch.distributed", "torch.nn.parallel", "torchvision", "sklearn.datasets", "conftest"]
+)
 
 
 def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before=""):
