@@ -335,7 +335,8 @@ def read_checkpoint(path):
                 raise kind(f"torch.load cannot read {path}: {reason}") from None
             checkpoint = None  # torch's message is advice to run the code in it
     if not isinstance(checkpoint, dict) or KEYS - checkpoint.keys():
-        raise ValueError(f"{path} is no checkpoint of these scripts")
+        remedy = f"to start from weights in it, give --pretrained {path}"
+        raise ValueError(f"{path} is no checkpoint of these scripts: {remedy}")
     return checkpoint
 
 

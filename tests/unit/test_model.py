@@ -42,6 +42,16 @@ def test_what_is_tried_changes_nothing(tmp_path, monkeypatch):
     assert all(value.equal(net.state_dict()[name]) for name, value in before.items() if name < "2")
 
 
+def test_buffers_can_be_written_to():
+    """Also one that is expanded, which the try and every resume could not restore; as on a GPU."""
+    net = tried("tests.nets:odd_buffers")
+    assert net[0].expanded.equal(torch.zeros(3, 4)) and net[0].strided.is_contiguous()
+    net[0].expanded[0, 0] = 1
+    assert net[0].expanded.sum() == 1
+    assert net[0].image.is_contiguous(memory_format=torch.channels_last)
+    assert net.state_dict().keys() == nets.odd_buffers(10).state_dict().keys()
+
+
 WRONG = {  # of a module `mine`: its text, and what is said of mine:net
     "def net(:": "cannot build mine:net for 10 .*: SyntaxError: .*mine.py, line 1",
     "import sys\nsys.exit(3)": "cannot build mine:net for 10 .*: SystemExit: 3",
