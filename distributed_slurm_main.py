@@ -172,7 +172,7 @@ def main(index, task):
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
         watch.beat()
         for buffer in net.buffers():
-            data = buffer.contiguous().flatten()  # gloo sends strided tensors wrongly, and nothing
+            data = buffer.flatten().clone()  # gloo sends strided tensors wrongly, and nothing
             dist.broadcast(data.view(torch.uint8), src=0)  # sends int16: bytes are always right
             buffer.copy_(data.view_as(buffer))
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)

@@ -197,7 +197,7 @@ def main():
 
 def broadcast(tensor):
     """Rank 0's values for all, as bytes: Horovod sends no int16, and no strided tensor."""
-    data = tensor.contiguous().flatten()
+    data = tensor.flatten().clone()
     hvd.broadcast_(data.view(torch.uint8), root_rank=0)
     tensor.copy_(data.view_as(tensor))
 

@@ -83,6 +83,7 @@ def odd_buffers(num_classes):
         "turned": torch.zeros(2, 3).t(),
         "expanded": torch.zeros(4).expand(3, -1),
         "image": torch.zeros(1, 3, 4, 4).to(memory_format=torch.channels_last),
+        "grey": torch.zeros(3, 1, 4, 4).to(memory_format=torch.channels_last),  # two layouts in one
         "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(0.0),
     }
