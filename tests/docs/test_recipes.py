@@ -244,9 +244,7 @@ def test_finetune_from_a_checkpoint(train, work, tmp_path):
     assert len(new["fc.weight"]) == 3
     wrong = ["--pretrained", tmp_path / "a/moved.pth", "-a", "resnet34"]
     said, _ = train("adamw finetune", "c", *wrong, codes=[2])
-    assert (
-        said.startswith("error: ") and "is of another model than this of 182 tensors; it " in said
-    )
+    assert said.startswith("error: ") and "is of another model than this of 182 tensors" in said
 
 
 def test_early_stopping(train, tmp_path):
