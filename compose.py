@@ -146,7 +146,7 @@ def used_imports(lines):
 
 def main():
     known = choices()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("start", nargs="*", help="how it starts, such as torchrun")
     parser.add_argument(
         "--with", dest="features", nargs="+", default=[], help="such as amp,resume,f1"

@@ -21,6 +21,7 @@ from longrun.checkpoint import Run
 from longrun.process import StopRequest
 from longrun.report import ProgressMeter, print_banner, print_end
 from longrun.watch import Watch
+from longrun.weights import load_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The defaults of flags are ImageNet's. Without --data, these suit the built-in digits.
@@ -28,13 +29,14 @@ DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "warmup_epochs": 1,
 
 
 def parse_args(local_world_size):
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     positive, not_negative, number = bounded(int, 1), bounded(int, 0), bounded(float, 0)
     add("--data", metavar="DIR", help="holds train/ and val/, a folder per class (default: digits)")
     arch = "a model of torchvision, or your package.module:callable"
     add("-a", "--arch", default="resnet50", help=arch)
-    add("--pretrained", action="store_true", help="start from torchvision's weights")
+    weights = "start from torchvision's weights, or from those in FILE"
+    add("--pretrained", nargs="?", const=True, metavar="FILE", help=weights)
     add("--epochs", type=positive, default=90, help="passes over the training images")
     add("-b", "--batch-size", type=positive, default=256, help="images per step, all processes")
     add("--lr", type=number, default=0.1, help="for a batch of 256; it is scaled with the batch")
@@ -97,6 +99,7 @@ def main():
         # An example of what the model takes, to try it: two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
+        load_weights(net, run)  # those of --pretrained, if the run is new
 
     # From here on, an error ends this process with a line that names its epoch and step. So does
     # what takes more than --dist-timeout after watch.beat().
@@ -249,7 +252,8 @@ def validate(batches, net, watch, rank, world_size, args):
     # Batches differ in size: add up first, divide once by the number of all images.
     loss_sum, acc1_sum, acc5_sum, count = sums.tolist()
     watch.rest()
-    assert round(count * world_size) == len(dataset), "images lost or counted twice"
+    if round(count * world_size) != len(dataset):
+        raise RuntimeError("images lost or counted twice")
     loss, acc1, acc5 = loss_sum / count, acc1_sum / count, acc5_sum / count
     if rank == 0 and args.evaluate:  # else save_epoch() says it
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)

@@ -21,6 +21,7 @@ from longrun.checkpoint import Run
 from longrun.process import StopRequest
 from longrun.report import ProgressMeter, print_banner, print_end
 from longrun.watch import Watch
+from longrun.weights import load_weights
 
 with user_errors(int(os.environ.get("HOROVOD_LOCAL_RANK", 0))):
     try:
@@ -34,13 +35,14 @@ DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "warmup_epochs": 1,
 
 
 def parse_args(local_world_size):
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     positive, not_negative, number = bounded(int, 1), bounded(int, 0), bounded(float, 0)
     add("--data", metavar="DIR", help="holds train/ and val/, a folder per class (default: digits)")
     arch = "a model of torchvision, or your package.module:callable"
     add("-a", "--arch", default="resnet50", help=arch)
-    add("--pretrained", action="store_true", help="start from torchvision's weights")
+    weights = "start from torchvision's weights, or from those in FILE"
+    add("--pretrained", nargs="?", const=True, metavar="FILE", help=weights)
     add("--epochs", type=positive, default=90, help="passes over the training images")
     add("-b", "--batch-size", type=positive, default=256, help="images per step, all processes")
     add("--lr", type=number, default=0.1, help="for a batch of 256; it is scaled with the batch")
@@ -110,6 +112,7 @@ def main():
         # An example of what the model takes, to try it: two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
+        load_weights(net, run)  # those of --pretrained, if the run is new
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does what takes more than --dist-timeout after watch.beat().
@@ -131,7 +134,7 @@ def main():
     watch.beat()
     model = net
     for tensor in net.state_dict().values():
-        hvd.broadcast_(contiguous_view(tensor), root_rank=0)
+        broadcast(tensor)
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
     compression = ChannelsLast(compression)
     optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression)
@@ -163,7 +166,7 @@ def main():
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
         watch.beat()
         for buffer in net.buffers():
-            hvd.broadcast_(buffer, root_rank=0)
+            broadcast(buffer)
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)
         is_best = run.end_epoch(acc1)  # on all ranks. To stop early all call run.end() here
         if rank == 0:
@@ -190,6 +193,13 @@ def main():
     hvd.shutdown()
     # 75 is EX_TEMPFAIL: the run was stopped and saved, and can be started again.
     return 0 if run.finished() or args.evaluate else 75
+
+
+def broadcast(tensor):
+    """Rank 0's values for all, as bytes: Horovod sends no int16, and no strided tensor."""
+    data = tensor.flatten().clone()
+    hvd.broadcast_(data.view(torch.uint8), root_rank=0)
+    tensor.copy_(data.view_as(tensor))
 
 
 def contiguous_view(tensor):
@@ -309,7 +319,8 @@ def validate(batches, net, watch, rank, world_size, args):
     # Batches and parts differ in size: add up first, divide once by the number of all images.
     loss_sum, acc1_sum, acc5_sum, count = reduce_mean(sums, world_size).tolist()
     watch.rest()
-    assert round(count * world_size) == len(dataset), "images lost or counted twice"
+    if round(count * world_size) != len(dataset):
+        raise RuntimeError("images lost or counted twice")
     loss, acc1, acc5 = loss_sum / count, acc1_sum / count, acc5_sum / count
     if rank == 0 and args.evaluate:  # else save_epoch() says it
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)

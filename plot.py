@@ -26,7 +26,7 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 
 
 def parse_args():
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", metavar="DIR", help="a --checkpoint-dir of a run")
     parser.add_argument("--out", metavar="FILE", help="a picture: .svg, .png or .pdf")
     return parser.parse_args()

@@ -13,22 +13,45 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# Prints the number of GPUs, and fails without torch >= 2.6 and torchvision. Not 2.7.0: its NCCL
-# hangs at random.
+# Prints, in its last line, the number of GPUs. Exit code 3: there is no torch >= 2.6, or no
+# torchvision. 2.7.0 does not count: its NCCL hangs at random.
 probe() {
-    python -c 'import torch, torchvision
-assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
-assert torch.__version__.partition("+")[0] != "2.7.0"
-print(torch.cuda.device_count())' 2>/dev/null
+    python -c 'import importlib.util, sys
+if None in map(importlib.util.find_spec, ("torch", "torchvision")):
+    sys.exit(3)
+import torch, torchvision
+version = torch.__version__.partition("+")[0]
+if tuple(map(int, version.split(".")[:2])) < (2, 6) or version == "2.7.0":
+    sys.exit(3)
+print(torch.cuda.device_count())' 2>&1
+}
+# Sets gpus, or fails where torch is missing. One that is there and broken ends this script: another
+# one might be as useless, below the same PYTHONPATH.
+find_torch() {
+    local said code=0
+    said=$(probe) || code=$?
+    gpus=${said##*$'\n'}
+    case $code in
+        0) ;;
+        3 | 127) return 1 ;; # 127: no python
+        *)
+            echo "$said" >&2
+            echo "error: $(command -v python) has torch, but cannot import it: see above" >&2
+            exit 2
+            ;;
+    esac
 }
 run() {
     printf '+ %s\n' "$*" >&2
     exec "$@"
 }
 
+# Prints which of these modules are missing, and fails if any is.
 has() {
     python -c 'import importlib.util, sys
-sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "$@"
+missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
+if missing:
+    sys.exit("missing: " + " ".join(missing))' "$@"
 }
 # What is missing, and how pip gets it: into .venv. In an environment of yours that is for you to do.
 install() {
@@ -41,7 +64,7 @@ install() {
 
 # Your Python if it has torch; else, where no environment is active, .venv, made at first use.
 torch="torch >= 2.6 with torchvision"
-if ! gpus=$(probe); then
+if ! find_torch; then
     if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
         export PATH="$PWD/.venv/bin:$PATH"
         if [ ! -x .venv/bin/python ]; then
@@ -49,7 +72,7 @@ if ! gpus=$(probe); then
             python3 -m venv .venv || { rm -rf .venv; exit 2; }
         fi
     fi
-    gpus=$(probe) || { install "$torch" -r requirements.txt && gpus=$(probe); } ||
+    find_torch || { install "$torch" -r requirements.txt && find_torch; } ||
         { echo "error: .venv has no $torch: see above, or remove it" >&2; exit 2; }
 fi
 has sklearn tqdm || install "scikit-learn and tqdm" scikit-learn tqdm
@@ -77,7 +100,7 @@ case $name in
         ;;
     slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" -c "${NCPU:-$(nproc)}" python distributed_slurm_main.py "$@" ;;
     test)
-        has pytest pytest_timeout xdist matplotlib tensorboard kubernetes_validate ||
+        has pytest pytest_timeout xdist matplotlib tensorboard kubernetes_validate pyte safetensors ||
             install "packages for the tests" -r requirements-dev.txt
         # Three files of tests at a time: a test that waits leaves its core to another.
         run python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

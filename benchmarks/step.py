@@ -146,7 +146,7 @@ def plain_loop(connection, args):
 
 def measure_loop(connection, args, dtype, layout, compiled):
     """Train on one batch, which is on the device already, for as many steps as are asked for."""
-    args.pretrained = args.evaluate = False  # build_model() reads them
+    args.evaluate = False  # build_model() reads it
     set_threads(1)
     torch.backends.cudnn.benchmark = True
     net = build_model(args, 10, DEVICE).to(memory_format=layout)

@@ -30,6 +30,7 @@ from .images import image_folders as folders_alone
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 FORMAT = 4  # of the index
+DEEPEST = 8  # archives in archives: ImageNet's are one deep
 
 
 def image_folders(data, image_size, evaluate=False):
@@ -225,7 +226,7 @@ def _scan(path):
     return members, texts, others
 
 
-def _members(file, path, size, folder="", base=0):
+def _members(file, path, size, folder="", base=0, depth=0):
     """Yield (name, offset, size) of all files and folders in a tar file of so many bytes.
 
     It begins at byte `base` of the file on disk, which the offsets count from. Archives in it are
@@ -235,6 +236,8 @@ def _members(file, path, size, folder="", base=0):
     for archive, member in _headers(file, path):
         name = os.path.join(folder, os.path.normpath(member.name).lstrip("/"))
         stem, kind = os.path.splitext(name)
+        if "\0" in name:  # a pax header can hold it, a file system cannot
+            raise ValueError(f"{path}: {name!r} has a zero byte in its name: pack it again")
         offset = base + member.offset_data
         if member.issparse():
             raise ValueError(f"{path}: {name!r} is sparse: pack without --sparse")
@@ -249,9 +252,11 @@ def _members(file, path, size, folder="", base=0):
                 remedy = "pack with tar --dereference --hard-dereference"
                 raise ValueError(f"{path}: {name!r} is not a regular file: {remedy}")
         elif kind.lower() == ".tar":
+            if depth == DEEPEST:
+                raise ValueError(f"{path}: more than {DEEPEST} archives in each other: unpack some")
             yield f"{stem}/", offset, 0
             inner = archive.extractfile(member)
-            yield from _members(inner, f"{path}:{name}", member.size, stem, offset)
+            yield from _members(inner, f"{path}:{name}", member.size, stem, offset, depth + 1)
         else:
             yield name, offset, member.size
 
@@ -287,7 +292,7 @@ def _numbers(path, images, texts):
     if texts.keys().isdisjoint(keys.values()):
         return {}
     for key in keys.values():
-        if not texts.get(key, "").isdecimal():
+        if not (texts.get(key, "").isdecimal() and len(texts[key]) < 19):
             wrong = f"is {texts[key]!r}" if key in texts else "is missing"
             raise ValueError(f"{path}: {key}.cls {wrong}: it must have the number of a class")
     return {name: str(int(texts[key])) for name, key in keys.items()}

@@ -38,8 +38,9 @@ def accuracy(output, target, topk=(1, 5)):
 
     output: scores [n, classes]; target: int64 [n], or float probabilities [n, classes] as mixup
     makes them, of which the most probable class counts. Returns a float64 scalar tensor for each k,
-    on their device. With fewer than k classes it is top-`classes`. Raises ValueError on CPUs for
-    float targets that are no probabilities; on GPUs each step would have to wait for that.
+    on their device. With fewer than k classes it is top-`classes`. Raises ValueError for other
+    shapes and, on CPUs, for float targets that are no probabilities; on GPUs each step would have
+    to wait for that.
     """
     if target.is_floating_point():
         if target.device.type == "cpu" and (target.sum(dim=1) - 1).abs().max() > 0.01:
@@ -48,7 +49,8 @@ def accuracy(output, target, topk=(1, 5)):
                 "BCEWithLogitsLoss and another score"
             )
         target = target.argmax(dim=1)
-    assert output.ndim == 2 and target.ndim == 1, "scores [n, classes] and targets [n] are needed"
+    if output.ndim != 2 or target.ndim != 1:
+        raise ValueError("scores [n, classes] and targets [n] are needed")
     k = min(max(topk), output.shape[1])
     hits = output.topk(k, dim=1).indices.eq(target.unsqueeze(1))
     return [hits[:, :k].sum(dtype=torch.float64) * 100 / len(target) for k in topk]

@@ -2,13 +2,10 @@
 
 import contextlib
 import importlib
-import os
 
 import torch
 from torch.utils._pytree import tree_map
 from torchvision import models
-
-from .device import locked
 
 
 def _first_line(error):
@@ -19,25 +16,16 @@ def build_model(args, num_classes, device, example=None):
     """The module that args.arch names, on `device`, in channels_last and train mode.
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
-    with num_classes=. With args.pretrained it starts from torchvision's weights. example: a batch
-    of one or two of what the model takes, on any device, with which the model is tried: two, if the
-    batches of training have more than one. Raises ValueError for a model that cannot be found or
-    built, for weights that cannot be loaded or fit no such classes, where there is nothing to
-    evaluate, and for a model that does not make a row of class scores, [n, num_classes], of each
-    item of the example.
+    with num_classes=. example: a batch of one or two of what the model takes, on any device, with
+    which the model is tried: two, if the batches of training have more than one. Raises ValueError
+    for a model that cannot be found or built, and for one that does not make a row of class scores,
+    [n, num_classes], of each item of the example.
     """
     arch, own = args.arch, ":" in args.arch
     names = models.list_models(module=models)
     if not own and arch not in names:
         choice = f"package.module:callable or one of {' '.join(names)}"
         raise ValueError(f"unknown --arch {arch}: give {choice}")
-    if own and args.pretrained:
-        raise ValueError(f"--pretrained is for torchvision's models: let {arch} load its weights")
-    if args.evaluate and not args.resume and not own:  # a model of your own may load its weights
-        if not args.pretrained:
-            raise ValueError("nothing to evaluate: give --resume PATH or --pretrained")
-        if num_classes != 1000:
-            raise ValueError(f"--pretrained is of 1000 classes, not {num_classes}: train it first")
     options = {"num_classes": num_classes}
     if arch in ("googlenet", "inception_v3"):  # one head: more make its output a tuple
         options |= {"aux_logits": False, "init_weights": True, "transform_input": True}
@@ -55,13 +43,29 @@ def build_model(args, num_classes, device, example=None):
         net = net.to(device)
         if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
             net = net.to(memory_format=torch.channels_last)
-    if args.pretrained:
-        _load_weights(net, args)
+        _mend_buffers(net)
     if example is not None:
         example = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
         with torch.random.fork_rng([device] * (device.type == "cuda")):  # for dropout
             _try(net, example, num_classes, args)
     return net.train()
+
+
+def _mend_buffers(net):
+    """Buffers become what .to() makes of them on a GPU: of elements that share no memory, no gaps.
+
+    Nobody could write to torch.arange(4).expand(3, -1), which has four for twelve: no broadcast, no
+    checkpoint. And DDP's constructor is to send no dtype that gloo and NCCL do not have: all
+    processes have made the same.
+    """
+    for module in net.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            dense = buffer.clone()
+            if dense.stride() != buffer.stride():
+                setattr(module, name, dense)
+    unknown = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+    if names := [name for name, buffer in net.named_buffers() if buffer.dtype in unknown]:
+        net._ddp_params_and_buffers_to_ignore = names
 
 
 @torch.no_grad()
@@ -88,24 +92,3 @@ def _one_line(problem):
         yield
     except (Exception, SystemExit) as error:
         raise ValueError(f"{problem}: {type(error).__name__}: {_first_line(error)}") from error
-
-
-@torch.no_grad()
-def _load_weights(net, args):
-    """Fill `net` with torchvision's weights, but for a head of another number of classes."""
-    weights = models.get_model_weights(args.arch).DEFAULT
-    folder = os.path.join(torch.hub.get_dir(), "checkpoints")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with locked(os.path.join(folder, f"{args.arch}.lock")):  # one downloads, the others wait
-            # Not the file's own names: some are old, and only torchvision knows what they became.
-            source = models.get_model(args.arch, weights=weights).state_dict()
-    except Exception as error:
-        reason = f"{_first_line(error)}: without internet, put {weights.url} into {folder}"
-        raise ValueError(f"cannot download the weights of {args.arch}: {reason}") from None
-    for name, value in net.state_dict().items():
-        if source[name].shape == value.shape:
-            value.copy_(source[name])
-        elif source[name].shape[1:] != value.shape[1:]:
-            size = weights.meta["min_size"][0]
-            raise ValueError(f"the weights of {args.arch} are for --image-size {size}")

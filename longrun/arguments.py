@@ -13,9 +13,14 @@ import time
 class ArgumentParser(argparse.ArgumentParser):
     """Adds each default to --help. Raises ValueError for what is wrong, an empty value too.
 
+    description: a docstring, of which the first line is shown; None, as python -OO makes it.
+
     argparse itself would print its usage, once per process, and exit. From parse_args() on Ctrl-C
     ends the process at once, without a traceback: there is nothing to save before StopRequest.
     """
+
+    def __init__(self, description=None):
+        super().__init__(description=(description or "").partition("\n")[0])
 
     def add_argument(self, *names, **more):
         action = super().add_argument(*names, **more)

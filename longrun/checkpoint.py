@@ -130,6 +130,7 @@ class Run:
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
+        self.constants = {name for name, x in net.named_buffers() if x.isnan().any()}  # a mask?
         # Tried now: at the resume it would be too late to learn that it cannot be loaded.
         file = io.BytesIO()
         torch.save([part.state_dict() for part in more.values()], file)
@@ -254,7 +255,8 @@ class Run:
         FloatingPointError for weights that are not finite.
         """
         bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
-        bad += [name for name, x in self.net.named_buffers() if x.isnan().any()]
+        buffers = [pair for pair in self.net.named_buffers() if pair[0] not in self.constants]
+        bad += [name for name, x in buffers if x.isnan().any()]
         if bad:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
         line = json_line(row) if row else ""  # an error in it comes before anything changes
@@ -333,7 +335,8 @@ def read_checkpoint(path):
                 raise kind(f"torch.load cannot read {path}: {reason}") from None
             checkpoint = None  # torch's message is advice to run the code in it
     if not isinstance(checkpoint, dict) or KEYS - checkpoint.keys():
-        raise ValueError(f"{path} is no checkpoint of these scripts")
+        remedy = f"to start from weights in it, give --pretrained {path}"
+        raise ValueError(f"{path} is no checkpoint of these scripts: {remedy}")
     return checkpoint
 
 

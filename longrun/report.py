@@ -131,7 +131,10 @@ def print_banner(run, train_set, val_set, backend, device):
     args, world_size, batch_size = run.args, run.world_size, run.args.batch_size
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     decoder = getattr(train_set, "decoder", "")
-    rate = ", ".join(f"{group['lr']:.4g}" for group in run.optimizer.param_groups[:3])
+    # A group may have a "scale". Where only the validation is left the last step has used it.
+    scaled = run.step < run.steps_per_epoch
+    rates = [g["lr"] * (g.get("scale", 1) if scaled else 1) for g in run.optimizer.param_groups]
+    rate = ", ".join([*dict.fromkeys(f"{rate:.4g}" for rate in rates)][:4])  # each once
     if "lr" in args and rate == f"{args.lr * batch_size / 256:.4g}":
         rate += f" = {args.lr:g} x {batch_size} / 256"
     to_train = "" if args.evaluate else f"{len(train_set)} items to train, "

@@ -21,6 +21,14 @@ def blocks(module):
             yield child
 
 
+def check_shapes(net):
+    """Raise ValueError for a parameter that fully_shard cannot divide: it would say so later."""
+    for name, weight in net.named_parameters():
+        if weight.ndim == 0 or weight.numel() == 0:
+            shape = "a scalar: make it one of shape [1]" if weight.ndim == 0 else "empty: remove it"
+            raise ValueError(f"fully_shard cannot divide {name}, which is {shape}")
+
+
 def precision_policy(net, dtype):
     """Weights are gathered in `dtype`, half of the traffic for bf16; gradients averaged in float32.
 

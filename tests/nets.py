@@ -3,6 +3,8 @@
 import os
 import time
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torchvision.models import VisionTransformer
 
@@ -68,3 +70,38 @@ def two_outputs(num_classes):
 
 def wrong_head(num_classes):
     return plain(num_classes + 1)
+
+
+def odd_buffers(num_classes):
+    """Buffers of many kinds, in which each process writes its own numbers while it trains.
+
+    Where it is evaluated they must be those of rank 0.
+    """
+    net, table = plain(num_classes), torch.zeros(4, 2)
+    buffers = {
+        "strided": table[:, 0],
+        "turned": torch.zeros(2, 3).t(),
+        "expanded": torch.zeros(4).expand(3, -1),
+        "image": torch.zeros(1, 3, 4, 4).to(memory_format=torch.channels_last),
+        "grey": torch.zeros(3, 1, 4, 4).to(memory_format=torch.channels_last),  # two layouts in one
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(0.0),
+    }
+    for name in "bool int8 int16 uint16 int64 float16 bfloat16 float64 complex64".split():
+        buffers[f"of_{name}"] = torch.zeros(4, dtype=getattr(torch, name))
+    for name, buffer in buffers.items():
+        net[0].register_buffer(name, buffer, persistent=name != "turned")
+    net[0].register_buffer("nothing", torch.full((2,), float("nan")))  # a constant
+
+    def look(layer, _):
+        rank = dist.get_rank() if dist.is_initialized() else int(os.getenv("HOROVOD_RANK", 0))
+        if layer.training:
+            for name in buffers:
+                getattr(layer, name).fill_(1 - rank)
+            layer.trained = True
+        wrong = [name for name in buffers if not (getattr(layer, name) == 1).all()]
+        if wrong and not layer.training and hasattr(layer, "trained"):
+            raise RuntimeError(f"not rank 0's: {wrong}")
+
+    net[0].register_forward_pre_hook(look)
+    return net

@@ -401,6 +401,7 @@ def blocks():
     made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))
     for name, (first, last) in LOSSES.items():
         made[f"losses {name}"] = excerpt("docs/losses.py", (first, last))
+    made["load"] = excerpt("docs/load_weights.py", ("import re", "return new"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
     lines = (ROOT / "distributed.py").read_text().splitlines()
     made["imports"] = fenced(

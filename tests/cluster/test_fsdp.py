@@ -20,6 +20,22 @@ def test_trains_as_ddp_does(work):
 
 
 @pytest.mark.full
+def test_an_empty_parameter_is_one_line(work, tmp_path):
+    """Before the processes meet; torch would fail in the first step, in _chunk_cat."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom tests import nets\n"
+        "def net(num_classes):\n"
+        "    net = nets.plain(num_classes)\n"
+        "    net[0].register_parameter('more', torch.nn.Parameter(torch.zeros(0, 3)))\n"
+        "    return net\n"
+    )
+    flags = [*FLAGS, "--arch", "mine:net", "--checkpoint-dir", tmp_path / "c"]
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    output = run([*torchrun(2, SCRIPT), *flags], work, env=path, code=1)
+    assert output.startswith("error: fully_shard cannot divide 0.more, which is empty: remove it\n")
+
+
+@pytest.mark.full
 def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_path):
     """Without channels_last, which FSDP does not take."""
     for room in ("common", "longrun"):

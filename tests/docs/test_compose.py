@@ -272,3 +272,17 @@ def test_compile(start, tmp_path):
     path.write_text(compose.script(start, features=["compile"]).replace("EPOCHS = 5", "EPOCHS = 1"))
     output = trained(path, start)
     assert f"{accuracy(load(path, 'digits.pth'))} % correct" in output
+
+
+def test_a_template_with_carriage_returns_gives_the_same(tmp_path):
+    """As an archive from Windows has it."""
+    shutil.copytree(ROOT / "minimal/template", tmp_path / "minimal/template")
+    for path in [shutil.copy(ROOT / "compose.py", tmp_path), *tmp_path.rglob("template/*")]:
+        path = tmp_path / path
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    words = ["compose.py", "torchrun", "--with", "amp,f1,resume"]
+    said = [
+        subprocess.run([PYTHON, *words], cwd=folder, stdout=subprocess.PIPE, check=True, timeout=60)
+        for folder in (ROOT, tmp_path)
+    ]
+    assert said[0].stdout == said[1].stdout and b"\r" not in said[0].stdout

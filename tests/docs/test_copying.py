@@ -96,7 +96,7 @@ class Several(nn.Module):
 def test_a_model_of_what_is_no_image(monkeypatch):
     """It is tried on a batch of one of what it takes, and comes ready to be trained."""
     monkeypatch.setattr(nets, "plain", Several)
-    args = SimpleNamespace(arch="tests.nets:plain", image_size=24, pretrained=False, evaluate=False)
+    args = SimpleNamespace(arch="tests.nets:plain", image_size=24, evaluate=False)
     example = {"video": torch.zeros(1, 3, 5, 8, 8), "more": (torch.ones(1, 4),)}
     net = build_model(args, 3, torch.device("cpu"), example)
     assert net.training and net(example).shape == (1, 3)
@@ -173,7 +173,7 @@ def test_soft_targets_count_by_their_most_probable_class(classes):
 @pytest.mark.parametrize("output, target", [((4, 3), (4, 3)), ((4, 3, 8, 8), (4,))])
 def test_targets_that_are_no_classes_are_refused(output, target):
     """Several classes at once, or an image of them: the numbers would mean nothing."""
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"^scores \[n, classes\] and targets \[n\] are needed$"):
         accuracy(torch.rand(output), torch.zeros(target, dtype=torch.int64))
 
 

@@ -27,12 +27,12 @@ DIFFERING = {
     "distributed_slurm_main": ({"launch"}, r"environ|store=store|open_store|mp\.spawn"),
     "apex_distributed": ({"train"}, r"\bamp\b"),
     "horovod_distributed": (
-        {"train", "validate", "reduce_mean", "contiguous_view"},
+        {"train", "validate", "reduce_mean", "contiguous_view", "broadcast"},
         r"\bhvd\.|\bdist\.|synchronize|channels_last",
     ),
     "fsdp_distributed": (
         {"train", "validate"},
-        r"fully_shard|\bshards\b|model\.buffers|val_batches, model|device\('cpu'\)"
+        r"fully_shard|check_shapes|\bshards\b|model\.buffers|val_batches, model|device\('cpu'\)"
         "|force_eager|longest|checksum|different weights",
     ),
 }
@@ -158,3 +158,19 @@ def test_a_written_diff_that_cannot_follow_is_an_error(file, line, message, proj
     (project / file).write_text(text.replace(line, line.replace("20", "999")))
     with pytest.raises(SystemExit, match=message):
         generate.written_diffs()
+
+
+def test_a_checkout_has_no_carriage_returns(tmp_path):
+    """Though git is told to write them, as Windows' git is by default: no shell would take them."""
+    source, clone = tmp_path / "source", tmp_path / "clone"
+    source.mkdir()
+    for name in (".gitattributes", "start.sh", "distributed.py", "recipes/clip.diff"):
+        (source / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=true"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *words], cwd=source, check=True, timeout=60)
+    subprocess.run([*git, "clone", "-q", source, clone], check=True, timeout=60)
+    files = [path for path in clone.rglob("*") if path.is_file() and ".git" not in path.parts]
+    assert len(files) == 4
+    assert all(path.read_bytes() == (ROOT / path.relative_to(clone)).read_bytes() for path in files)

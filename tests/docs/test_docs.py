@@ -240,6 +240,8 @@ def test_flags_of_a_script(command, clone, trained, tmp_path):
         for number in range(1000):
             (data / f"val/{number}").mkdir(parents=True)
             shutil.copy(image, data / f"val/{number}")
+    if "--pretrained weights.pth" in command:
+        torch.save(resnet18().state_dict(), clone / "weights.pth")
     result(small(command, clone, *more, data=data))
     assert (tmp_path / "c").exists() != ("--evaluate" in command)
 

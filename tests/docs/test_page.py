@@ -409,6 +409,22 @@ def test_the_language_and_the_colours_are_kept(page):
 
 
 @needs_chromium
+@pytest.mark.parametrize("word", ["constructor", "__proto__", "toString", "%", "nonsense"])
+def test_a_link_of_words_that_it_does_not_know(word, page):
+    """Each counts as not said: also what every object of JavaScript has."""
+    opened(page, "torchrun")
+    usual = page.evaluate(SHOWN)
+    page.evaluate(f"localStorage.setItem('language', '{word}')")
+    for key in ("start", "data", "with", "mistake", "lang", word):
+        page.open(f"{FILE.as_uri()}#{key}={word}")
+        assert page.evaluate(SHOWN) == usual, key
+        assert page.evaluate("document.title") == "Your training script"
+        page.evaluate(f"location.hash = 'lang=zh&with=amp&{key}={word}'")
+        page.evaluate("new Promise((done) => setTimeout(done, 50))")
+        assert page.evaluate(SHOWN)
+
+
+@needs_chromium
 def test_small_quick_and_alone(page):
     """In seconds of the processor, for this machine may be busy; it fetches nothing."""
     assert FILE.stat().st_size < 500_000

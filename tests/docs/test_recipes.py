@@ -230,7 +230,7 @@ def test_finetune_from_a_checkpoint(train, work, tmp_path):
         shutil.copytree(source, tmp_path / "data" / part / number)
     flags = "-a resnet18 --image-size 32 -b 32 -j 0 --max-steps".split()
     _, before = train("", "a", *flags, 2, script="dataparallel")
-    flags = ["--weights", tmp_path / "a/checkpoint.pth", "--data", tmp_path / "data", *flags]
+    flags = ["--pretrained", tmp_path / "a/checkpoint.pth", "--data", tmp_path / "data", *flags]
     train("adamw finetune", "b", *flags, 2)
     (tmp_path / "a/checkpoint.pth").rename(tmp_path / "a/moved.pth")
     output, after = train("adamw finetune", "b", *flags, 3, "--resume", "auto")
@@ -242,9 +242,9 @@ def test_finetune_from_a_checkpoint(train, work, tmp_path):
     name = "layer4.1.conv2.weight"  # three small steps away: not a random start
     torch.testing.assert_close(new[name], old[name], atol=1e-3, rtol=0)
     assert len(new["fc.weight"]) == 3
-    wrong = ["--weights", tmp_path / "a/moved.pth", "-a", "resnet34"]
+    wrong = ["--pretrained", tmp_path / "a/moved.pth", "-a", "resnet34"]
     said, _ = train("adamw finetune", "c", *wrong, codes=[2])
-    assert said.startswith("error: ") and "--arch resnet18" in said
+    assert said.startswith("error: ") and "is of another model than this of 182 tensors" in said
 
 
 def test_early_stopping(train, tmp_path):

@@ -11,6 +11,7 @@ from conftest import ROOT, run, torchrun
 from sklearn.metrics import f1_score
 
 import compose
+from minimal import one_gpu
 from tests.docs.copies import USER, accuracy, edited, equal, joined, predicted, validation_set
 from tests.docs.ranks import good, run_ranks
 
@@ -219,3 +220,29 @@ def test_resume_under_torchrun(tmp_path):
     output = run(torchrun(2, script, "--max-restarts=3"), script.parent, env=env)
     assert re.findall(r"epoch (\d): ", output) == ["0", "1", "2"]
     assert "exitcode: -9" in output
+
+
+def test_weights_of_others(tmp_path):
+    """Lightning's, of a net for 7 classes: the head alone is new, and all processes learn on."""
+    function = (ROOT / "docs/load_weights.py").read_text().partition('"""\n')[2]
+    call = re.search(r"`(new = load_weights\(.*?\))`", PAGE)[1]
+    torch.manual_seed(3)
+    net = one_gpu.build_net()
+    net[2] = torch.nn.Linear(64 * 6 * 6, 7)
+    state = {f"model.{key}": value for key, value in net.state_dict().items()}
+    (tmp_path / "here").mkdir()
+    torch.save({"epoch": 3, "state_dict": state}, tmp_path / "here/weights.pth")
+    look = "    seen.append({key: value.clone() for key, value in net.state_dict().items()})\n"
+    edits = [
+        ("def build_net", f"{function}\n\ndef build_net"),
+        ("    optimizer = torch", f"    {call}\n    seen.append(new)\n    optimizer = torch"),
+        (DDP, DDP + look),
+    ]
+    end = ended(make(tmp_path / "here", edits=edits, epochs=3))
+    new, first = end.seen[1]
+    assert new == ["2.weight", "2.bias"]
+    assert all(first[key].equal(net.state_dict()[key]) for key in first if not key.startswith("2."))
+    assert equal(*end.weights) and end.said[-1] >= 95
+    torch.save({"a": torch.ones(1)}, tmp_path / "here/weights.pth")
+    codes, output = run_ranks(tmp_path / "here/script.py", [], 2, tmp_path / "here")
+    assert any(codes) and "weights.pth is of another model: it has no 0.0.weight, 0" in output

@@ -14,9 +14,7 @@ RANDOM = "kaiming_uniform_ kaiming_normal_ xavier_uniform_ trunc_normal_ normal_
 
 
 def train_a_step(arch, image_size):
-    args = SimpleNamespace(
-        arch=arch, image_size=image_size, pretrained=False, evaluate=False, resume=None
-    )
+    args = SimpleNamespace(arch=arch, image_size=image_size, evaluate=False)
     example = torch.zeros(2, 3, image_size, image_size)
     net = build_model(args, 7, torch.device("cpu"), example)
     output = net(torch.randn(2, 3, image_size, image_size))

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from common.images import image_folders
 from common.prefetcher import Prefetcher
 from tests import nets
-from tests.launched import FLAGS, IN_ROOT, SCRIPTS, SMOOTH, WARNS, same_run, straight
+from tests.launched import FLAGS, IN_ROOT, SCRIPTS, SMOOTH, WARNS, same_run, start, straight
 
 
 def test_a_script_and_its_rooms_alone_learn_the_digits(tmp_path):
@@ -67,6 +67,41 @@ def test_each_strategy_trains_the_same(name, work, tmp_path):
     assert re.search(r"global batch 48 = \d x \d+", output), output
     assert name == "launch" or not re.search(WARNS, output, re.I), output  # it says that it is old
     same_run(tmp_path / "c", straight(name, work))
+
+
+@pytest.mark.parametrize("name", [n if n == "distributed" else full(n) for n in SCRIPTS])
+def test_buffers_of_any_kind_are_rank_0s(name, work, tmp_path):
+    """Where they are evaluated, and in the checkpoint, which any script resumes."""
+    flags = ["--arch", "tests.nets:odd_buffers", "--max-steps"]
+    start(name, tmp_path / "c", work, *flags, 6, env={}).finish()
+    saved = load(tmp_path / "c")["state_dict"]
+    assert saved["0.nothing"].isnan().all() and saved["0.empty"].numel() == 0
+    ones = {key for key in saved if saved[key].numel() and (saved[key] == 1).all()}
+    assert len(ones) == 14 and {"0.strided", "0.expanded", "0.of_uint16", "0.of_bool"} <= ones
+    flags = [*flags, 8, "--resume", "auto"]
+    assert "at epoch 1 step 6" in start("alone", tmp_path / "c", work, *flags, env={}).finish()
+
+
+@pytest.mark.parametrize("name", ["distributed", full("fsdp"), full("horovod")])
+def test_weights_of_another_program(name, work, tmp_path):
+    """They are evaluated as they were; then trained on. A resume needs the file no more."""
+    one = straight("alone", work)
+    state = {f"module.{key}": x for key, x in load(one)["state_dict"].items()}
+    torch.save({"epoch": 7, "state_dict": state, "optimizer": {}}, tmp_path / "w.pth")
+    flags = ["--pretrained", tmp_path / "w.pth"]
+    output = start(name, tmp_path / "c", work, *flags, "--evaluate", env={}).finish()
+    told = f"weights of {tmp_path}/w.pth (state_dict): 9 tensors below module.\n"
+    output = output.replace("[0]<stdout>:", "")
+    assert told in output and output.count("tensors below") == 1
+    last = rows(one)[-1]
+    right = [last[key] for key in ("val_loss", "acc1", "acc5")]
+    assert last_result(output) == pytest.approx(right, abs=1.01e-3)
+    start(name, tmp_path / "c", work, *flags, "--max-steps", 1, "--lr", 0, env={}).finish()
+    trained = load(tmp_path / "c")["state_dict"]
+    assert all(trained[key].equal(state[f"module.{key}"]) for key in trained if "weight" in key)
+    (tmp_path / "w.pth").unlink()
+    more = ["--max-steps", 2, "--resume", "auto"]
+    assert "step 1" in start(name, tmp_path / "c", work, *flags, *more, env={}).finish()
 
 
 ALIKE = {

@@ -317,6 +317,20 @@ def pack_sparsely(root):
     tar("-cf", root / "train.tar", "--sparse", "-C", root, "n1")
 
 
+def name_with_a_zero(path):
+    member = tarfile.TarInfo("n1/a.jpg")
+    member.pax_headers = {"path": "n1/a\0b.jpg"}
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(member, io.BytesIO())
+
+
+def nest(path, depth):
+    """Archives in each other, so many; a class with an image in the innermost."""
+    pack(path, {"a.jpg": b""})
+    for _ in range(depth):
+        pack(path, {"n.tar": path.read_bytes()})
+
+
 NO_TAR = "is damaged, compressed, or no tar archive: "
 ERRORS = [
     (
@@ -336,6 +350,12 @@ ERRORS = [
     (lambda r: label(r, a=None), "/train.tar has no images in classes: .*tar -cf train.tar -C tr"),
     (lambda r: label(r, a="0", b=None), "/train.tar: b.cls is missing: it must have the number"),
     (lambda r: label(r, a="0", b="x"), "/train.tar: b.cls is 'x': it must have the number of a"),
+    (lambda r: label(r, a="0", b="1" * 60), "train.tar: b.cls is '1{50}': it must have the number"),
+    (
+        lambda r: name_with_a_zero(r / "train.tar"),
+        r"train.tar: 'n1/a\\x00b.jpg' has a zero byte in",
+    ),
+    (lambda r: nest(r / "train.tar", 40), "n.tar: more than 8 archives in each other: unpack"),
     (mix, "/train-0.tar and those that follow: only some have a KEY.cls for KEY.jpg"),
     (as_imagenets, f"^no /.*/{DEVKIT}.tar.gz: it has the classes of the images in /.*_val.tar$"),
     (lambda r: as_imagenets(r, "n00000000"), "_val.tar lacks 1 images of 1, such as 'ILSVRC2012_"),

@@ -368,7 +368,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     newest = str(tmp_path / NAMES[0])
     torch.save({**load(tmp_path), "args": Command()}, newest)
     for resume in (newest, "auto"):
-        refused(tmp_path, f"^{newest} is no checkpoint of these scripts$", resume)
+        refused(tmp_path, f"^{newest} is no checkpoint of these scripts: ", resume)
     torch.load(newest, weights_only=False)
     assert os.path.exists(Command.path)  # then it is run, and only then
 
@@ -389,7 +389,8 @@ def make_torchscript(path):
 
 
 NET, OLD = nets.plain(10), functools.partial(torch.save, _use_new_zipfile_serialization=False)
-NO_FILE, OF_OTHERS = ", but a folder, a pipe or a device$", " of these scripts$"
+NO_FILE = ", but a folder, a pipe or a device$"
+OF_OTHERS = " of these scripts: to start from weights in it, give --pretrained /"
 OTHERS = {  # how they are made, and what they are not
     "folder": (Path.mkdir, NO_FILE),
     "pipe": (os.mkfifo, NO_FILE),
@@ -433,6 +434,21 @@ def test_what_is_not_finite_or_no_json_is_not_saved(tmp_path, spoil, error, mess
     with pytest.raises(error, match=message):
         run.save({"epoch": run.epoch, "step": 0}, True)
     assert content(tmp_path) == before
+
+
+def test_a_constant_that_is_no_number_is_saved(tmp_path):
+    """NaN from the start, as of a mask; not what becomes NaN in training."""
+    made = parts()
+    for name, value in {"mask": torch.nan, "mean": 0.0}.items():
+        made[0][1].register_buffer(name, torch.full((2,), value))
+    run = read(tmp_path)
+    run.attach(*made)
+    run.save()
+    assert run.net.state_dict()["1.mask"].isnan().all()
+    assert torch.load(tmp_path / "checkpoint.pth")["state_dict"]["1.mask"].isnan().all()
+    run.net[1].mean.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=r"^1\.mean holds NaN"):
+        run.save()
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):

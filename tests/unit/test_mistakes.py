@@ -48,7 +48,10 @@ CASES = {
     "-a maxvit_t": "cannot build maxvit_t for 10 classes and --image-size 24: ",
     "-a tests.nets:two_outputs": "tests.nets:two_outputs gives a tuple, not scores",
     "-a tests.nets:wrong_head": "gives [2, 11], not scores [n, 10]",
-    "--pretrained": "--pretrained is for torchvision's models",
+    "--pretrained": "--pretrained is for torchvision's models: give tests.nets:plain --pre",
+    "--pretrained nowhere.pth": "--pretrained: no file nowhere.pth",
+    "--pretrained=": "--pretrained is empty: is a variable not set? (see --help)",
+    "--pretrained weights.pth": "weights.pth (state_dict) is of another model than this of 4 tens",
     "--epoch-count 3": "unrecognized arguments: --epoch-count 3 (see --help)",
     "--print-freq 0": "argument -p/--print-freq: must be 1 or more, not 0 (see --help)",
     "--lr nan": "argument --lr: must be 0 or more, not nan (",
@@ -76,11 +79,11 @@ def test_no_network_for_pretrained_weights(mistake, tmp_path, monkeypatch):
     """The proxy is a port that nobody listens at."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    file = "resnet18-f37072fd.pth"
-    before = f'Downloading: "https://download.pytorch.org/models/{file}" to {tmp_path}/hub'
-    before += f"/checkpoints/{file}\n"  # torch says so
-    line = mistake("-a", "resnet18", "--pretrained", before=before)
+    line = mistake("-a", "resnet18", "--pretrained")
     assert line.startswith("cannot download the weights of resnet18: ")
+    place = f"put resnet18-f37072fd.pth into {tmp_path}/hub/checkpoints, from https://"
+    assert f": without internet, {place}" in line
+    assert line.endswith("/resnet18-f37072fd.pth, or give --pretrained FILE")
 
 
 def test_flags_do_not_collide_with_torchruns(monkeypatch):

@@ -161,6 +161,18 @@ def test_the_banner_is_true_of_a_copy(tmp_path, capsys):
     assert "; learning rate 0.01, 0.1\n" in banner(run, capsys)
 
 
+def test_the_banner_shows_the_rate_that_each_group_learns_at(tmp_path, capsys):
+    """Each once; as the last step left them where only the validation is left."""
+    run = read(tmp_path, None, lr=3.2)
+    net, _, scaler, meters = parts()
+    groups = [{"params": [x], "scale": 1 if i else 0.1} for i, x in enumerate(net.parameters())]
+    run.attach(net, torch.optim.SGD(groups, 0.1), scaler, meters)
+    assert "; learning rate 0.01, 0.1\n" in banner(run, capsys)
+    run.step = 10
+    run.optimizer.param_groups[0]["lr"] = 0.02
+    assert "; learning rate 0.02, 0.1\n" in banner(run, capsys)
+
+
 def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     write(tmp_path, 2)
     (tmp_path / "checkpoint.pth").write_bytes(b"damaged")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchvision import models
 
-from longrun.sharded import Shards, blocks, precision_policy
+from longrun.sharded import Shards, blocks, check_shapes, precision_policy
 from tests import nets
 
 
@@ -29,6 +29,15 @@ def test_blocks_of_small_models():
     assert len(list(blocks(models.resnet18()))) == 8
     assert len(list(blocks(nets.transformer(10)))) == 3  # two layers and the head
     assert not list(blocks(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("shape, how", [([], "a scalar: make it one of shape"), ([0, 3], "empty:")])
+def test_what_cannot_be_divided_is_named(shape, how):
+    net = nets.plain(10)
+    check_shapes(net)
+    net[4].register_parameter("more", nn.Parameter(torch.zeros(shape)))
+    with pytest.raises(ValueError, match=rf"^fully_shard cannot divide 4\.more, which is {how}"):
+        check_shapes(net)
 
 
 def test_batch_norm_keeps_float32():

@@ -1,0 +1,74 @@
+"""Nothing that is promised hangs on an assert or a docstring: python -O and -OO drop these."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ONE_THREAD, PYTHON, ROOT, SMALL, full, run, without_launchers
+
+SCRIPTS = [*sorted(path.name for path in ROOT.glob("*distributed*.py")), "dataparallel.py"]
+ROOMS = sorted(
+    str(p.relative_to(ROOT)) for room in ("common", "longrun") for p in ROOT.glob(f"{room}/*.py")
+)
+
+
+def test_no_assert():
+    files = [*SCRIPTS, *ROOMS, "compose.py", "plot.py"]
+    assert len(SCRIPTS) == 7 and len(files) > 25
+    for name in files:
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            assert not isinstance(node, ast.Assert), f"{name}:{node.lineno}"
+
+
+HELP = ["distributed.py", *(full(name) for name in SCRIPTS if name != "distributed.py")]
+
+
+@pytest.mark.parametrize("name", [*HELP, "compose.py", "plot.py"])
+def test_help(name, tmp_path):
+    if name.startswith("horovod"):
+        pytest.importorskip("horovod")
+    env = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
+    output = run([PYTHON, "-OO", ROOT / name, "--help"], tmp_path, env=env)
+    assert output.startswith(f"usage: {name} ") and "show this help" in output
+
+
+LOST = """
+import distributed
+start = distributed.start_loader
+def one_less(data, sampler, *more, **flags):
+    return start(data, sampler[1:] if isinstance(sampler, range) else sampler, *more, **flags)
+distributed.start_loader = one_less
+distributed.main()
+"""
+
+
+def test_an_image_that_is_lost_ends_the_evaluation(work):
+    """One of the 360."""
+    flags = [*SMALL, "-j", "0", "--arch", "tests.nets:odd_buffers", "--evaluate"]
+    env = {"PYTHONPATH": str(ROOT), "PYTHONOPTIMIZE": "2"} | ONE_THREAD
+    output = run([PYTHON, "-c", LOST, *flags], work, env=env, code=1)
+    assert output.endswith("images lost or counted twice\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("level", ["-O", "-OO"])
+def test_the_unit_tests(level):
+    """pytest keeps the asserts of tests, as it has rewritten them; the last one shows that."""
+    command = [PYTHON, level, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
+    command += ["tests/unit", "--deselect", "tests/unit/test_optimized.py"]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=without_launchers(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
+def test_asserts_of_tests_hold_here():
+    with pytest.raises(AssertionError):
+        assert sys.flags.optimize < 0
