@@ -115,15 +115,16 @@ class Restore:
         info = seen(path)
         if not info:
             return
-        if any(path == cache or below(path, cache) for cache in self.caches()):
+        if self.in_cache(path):
             self.cached.append(path)
         elif self.keep_new:
             self.kept_new.append(path)
         elif self.clear(path, info):
             self.removed.append(path)
 
-    def caches(self):
-        return [path.encode("latin-1") for path in self.journal.header.get("caches", [])]
+    def in_cache(self, path):
+        caches = [cache.encode("latin-1") for cache in self.journal.header.get("caches", [])]
+        return any(path == cache or below(path, cache) for cache in caches)
 
     def clear(self, path, info):
         """Remove what is the run's of a file or a whole folder; whether nothing is left of it."""
@@ -140,6 +141,9 @@ class Restore:
 
     def clear_file(self, path, info):
         if path in self.handed or self.journal.first.get(path, {}).get("do") == "keep":
+            return False
+        if self.in_cache(path):  # in a folder that is new
+            self.cached.append(path)
             return False
         try:
             if self.ours(path, info):
