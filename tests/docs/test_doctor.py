@@ -101,8 +101,9 @@ def test_puts_back_the_checkpoints_and_says_that_it_saw_no_training(tmp_path):
     found, output = examined(tmp_path, "script.py", code=2)
     assert not found and "no step of an optimizer was seen" in output, output
     assert "{'of': 'a long run'} {'of': 'the doctor'}" in output
-    names = "before.pth, new.pth, old.pth, removed.pth"
-    assert f"\n put back, or removed if new: {names} (--keep leaves them)\n" in output
+    assert "\n put back as before this run: old.pth, removed.pth\n" in output
+    removed = "removed, for it was new (--keep leaves it): before.pth, new.pth"
+    assert f"\n {removed}\n" in output
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "old.pth", "removed.pth"}
     for name in ("old.pth", "removed.pth"):
         assert torch.load(tmp_path / name) == {"of": "a long run"}
@@ -130,7 +131,7 @@ def test_a_loader_without_a_batch_is_no_training(tmp_path):
 def test_what_ended_the_script_is_said_first(tmp_path):
     """The number of mistakes is that of a run that was not seen to its end."""
     (tmp_path / "script.py").write_text("import no_such_package\n")
-    output = examined(tmp_path, "script.py", code=1)[1]
+    output = examined(tmp_path, "script.py", code=3)[1]
     error = "script.py:1  rank 0 failed: ModuleNotFoundError: No module named 'no_such_package'"
     assert output.index(error) < output.index("it ended with exit code 1")
     assert output.index("it ended with exit code 1") < output.index(" mistakes: 0, hints: 0")
@@ -149,14 +150,14 @@ def test_a_count_of_all_in_each_process_is_certain_above_100_percent(tmp_path):
 
 def test_its_own_flags_come_first(tmp_path):
     (tmp_path / "script.py").write_text("import torch\n")
-    said = run([*DOCTOR, "script.py", "all runs"], tmp_path, env=USER, code=2)
+    said = run([*DOCTOR, "script.py", "--twice"], tmp_path, env=USER, code=2)
     assert said.endswith("error: put --twice before script.py: it is a flag of the doctor\n")
 
 
 def test_says_that_the_launcher_started_nothing(tmp_path):
     """Not that the script has no process group."""
     (tmp_path / "script.py").touch()
-    output = examined(tmp_path, "--by=false", "script.py", code=1)[1]
+    output = examined(tmp_path, "--by=false", "script.py", code=3)[1]
     assert "no process of the script began" in output and "process group" not in output, output
 
 
@@ -533,5 +534,5 @@ def test_a_slow_model_is_no_hang(tmp_path):
 def test_what_it_says_of_a_crash(tmp_path):
     """The reason, and not that nothing was found."""
     (tmp_path / "script.py").write_text("import torch\n\ntorch.ones(2) @ torch.ones(3)\n")
-    output = examined(tmp_path, "script.py", code=1)[1]
+    output = examined(tmp_path, "script.py", code=3)[1]
     assert "script.py:3  rank" in output and "inconsistent tensor size" in output
