@@ -184,7 +184,14 @@ class Journal:
         return any("program" in self.writing.get(folder, ()) for folder in parents(path))
 
     def ours(self, path, info):
-        return state(info) in self.states or self.open_by_us(path)
+        return state(info) in self.states or self.open_by_us(path) or self.open_elsewhere(info)
+
+    def open_elsewhere(self, info):
+        """Whether a process of the run may be writing it by another of its names."""
+        if info.st_nlink == 1:
+            return False
+        names = (seen(path) for path, by in self.writing.items() if by)
+        return any(one and os.path.samestat(one, info) for one in names)
 
     def beside(self, work):
         """Whether the run began in this folder, one in it, or one above it."""

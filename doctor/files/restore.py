@@ -80,7 +80,7 @@ class Restore:
             return True  # no bytes are lost
         if any(state(info) in journal.states for journal in journals):
             return True
-        if not self.journal.open_by_us(path):
+        if not self.journal.ours(path, info):
             return False
         return self.limit is None or max(info.st_mtime, info.st_ctime) <= self.limit
 

@@ -180,6 +180,10 @@ WAYS = {
     "a file onto a folder": 'shutil.rmtree("ckpt"); open("ckpt", "w").write("new")',
     "hard link": 'open("hard", "a").write("new"); open("hard2", "w").write("newer")',
     "new hard link": 'os.link("a", "a3"); open("a3", "w").write("new")',
+    "own hard link": """
+        open("n", "w").write("new"); os.link("n", "n2"); time.sleep(1.7)
+        f = open("n", "a"); f.write("newer"); f.flush(); open("n2", "a").write("x"); os.remove("n2")
+        os.link("n", "a2"); time.sleep(1.7); f.write("newest"); f.flush()""",
     "through a link": 'open("link", "w").write("new"); open("dangling", "w").write("new")',
     "link": 'os.symlink("a", "to_a"); os.remove("link"); os.symlink("b", "link")',
     "link to a folder": 'os.symlink("ckpt", "last"); open("last/one", "w"); os.remove("last")',
