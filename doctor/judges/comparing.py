@@ -80,7 +80,7 @@ def other_numbers(run, alone):
     for key in own.keys() & other.keys():
         pairs = [*zip(own[key], other[key], strict=False)]
         apart = len(pairs) > 1 and len(own[key]) == len(other[key])
-        if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.1)):
+        if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.2)):
             a, b = pairs[-1]
             text = f"it prints {a:g}, with one process {b:g}: {times} it"
             found.append(Finding(key[0], text, NUMBERS, certain=False))
