@@ -65,6 +65,38 @@ def test_the_doctor_names_mutants_that_one_process_does_not_show(folder):
         assert named(mutant, report, script.known) == word, report["said"]
 
 
+# Of other scripts: what judges one process's gradients and numbers, shards, and an average.
+OTHERS = {
+    "by_hand": ("removed: weight.grad /= world_size", "hint", "the gradients are 2 times"),
+    "accumulate_loss": ("world_size -> 1: print(f", "hint", "2 times it"),
+    "fsdp_distributed": ("on rank 0: torch.manual_seed(0)", "mistake", "FSDP sends no weights"),
+    "f1_predictions_ema": ("on rank 0: average.module.eval()", "mistake", "in training mode"),
+}
+
+
+def other(name, folder, start):
+    script = Script(name, folder)
+    mutant = next(one for one in mutants(script.text) if one.name.startswith(start))
+    assert script.kind(mutant)[0] == "counts"
+    report = diagnosed(folder, [], mutant.text, script.files[2])
+    return named(mutant, report, script.known), report["said"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_other_scripts_show(name, folder):
+    start, word, text = OTHERS[name]
+    how, said = other(name, folder, start)
+    assert how == word and text in said, said
+
+
+@pytest.mark.soak
+def test_a_part_of_the_weights_is_saved(folder):
+    """Without full_state_dict=True."""
+    how, said = other("fsdp_distributed", folder, "without options=: state = get_model_state")
+    assert how == "mistake" and "a part of the weights is saved" in said, said
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SCRIPTS)
