@@ -8,7 +8,7 @@ from . import Finding
 
 BATCH = "the-batch-size-is-per-process"
 REPEATED = "the-resumed-run-repeats-an-epoch"
-AVERAGED = "doctor.md#the-gradients-are-averaged-twice"
+SUM = "doctor.md#the-gradients-are-a-sum"
 NUMBERS = "doctor.md#a-number-is-that-of-a-part"
 UNIT = r"s\b|ms|sec|min|h\b|it\b|\w+ ?(/|per)"  # of a time or a speed
 
@@ -45,7 +45,7 @@ def other_gradients(run, alone):
     if times := factor(ratios, len(run), 0.1):
         sums = [e["line"] for e in run[0].of("collective") if e["gradients"]]
         text = f"the gradients are {times} those of one process"
-        return Finding((sums or [steps[0][0]["line"]])[0], text, AVERAGED, certain=False)
+        return Finding((sums or [steps[0][0]["line"]])[0], text, SUM, certain=False)
     return None
 
 
@@ -80,7 +80,7 @@ def other_numbers(run, alone):
     for key in own.keys() & other.keys():
         pairs = [*zip(own[key], other[key], strict=False)]
         apart = len(pairs) > 1 and len(own[key]) == len(other[key])
-        if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.1)):
+        if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.2)):
             a, b = pairs[-1]
             text = f"it prints {a:g}, with one process {b:g}: {times} it"
             found.append(Finding(key[0], text, NUMBERS, certain=False))

@@ -477,6 +477,7 @@ def measure(name, out, limit=None, again=None, quick=False):
                 more = {
                     "counts": named(mutant, report, script.known) in ("", "error"),
                     "right": number % 4 == 0,
+                    "fails": "local_rank" in mutant.name,  # on two machines
                 }
                 if not quick and more.get(row["kind"]):  # its other runs only add
                     report = diagnosed(folder, [], mutant.text, script.files[2])

@@ -5,6 +5,7 @@ a condition or an argument is gone; a rank, a size, a seed, a sign, a model is a
 """
 
 import ast
+import builtins
 import itertools
 import re
 from typing import NamedTuple
@@ -87,7 +88,7 @@ def assigned_by(node, tree):
             changed |= {part.id for part in parts if isinstance(part, ast.Name)}
     for loop in ast.walk(tree):
         if isinstance(loop, ast.For) and changed & variables_of(loop.target):
-            changed |= variables_of(loop.iter)
+            changed |= variables_of(loop.iter) - {*dir(builtins)}
     stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and type(n.ctx) is ast.Store}
     return frozenset((stored | changed) - {"dist", "torch", "nn"})
 

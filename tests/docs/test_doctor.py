@@ -10,7 +10,7 @@ import torch
 from conftest import PYTHON, ROOT, full, run
 
 from doctor.judges import JUDGES, findings
-from doctor.judges.comparing import BATCH, REPEATED
+from doctor.judges.comparing import BATCH, NUMBERS, REPEATED, SUM
 from doctor.judges.steps import WRONG_ORDERS
 from tests.docs.copies import USER, edited, equal, patched
 from tests.docs.doctors import looked_at
@@ -475,7 +475,7 @@ def test_what_a_gpu_alone_would_show_and_a_short_pass(tmp_path):
 
 def test_every_place_is_a_heading_of_the_page():
     assert findings([]) == []  # it reads the judges
-    places = {judge.place for judge in JUDGES} | {BATCH, REPEATED}
+    places = {judge.place for judge in JUDGES} | {BATCH, NUMBERS, REPEATED, SUM}
     places |= {place for place, _ in WRONG_ORDERS.values()}
     for page in ("bugs.md", "doctor.md"):
         known = anchors((ROOT / "docs" / page).read_text())
