@@ -26,12 +26,16 @@ def main(config):
     os.chdir(config["folder"])  # Ray's processes begin in another one
     rank, world_size = train.get_context().get_world_rank(), train.get_context().get_world_size()
     device = get_device()
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of the {world_size} processes")
     torch.manual_seed(rank)  # else all processes would draw the same random numbers
 
     digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    if len(train_set) < BATCH_SIZE:
+        raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     val_set = Subset(dataset, range(4, 1797, 5))
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, shuffle=True, drop_last=True)
     train_loader = prepare_data_loader(train_loader)
