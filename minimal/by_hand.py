@@ -25,7 +25,7 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
     if BATCH_SIZE % world_size:
-        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of the {world_size} processes")
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # "cuda" is now this process's own GPU

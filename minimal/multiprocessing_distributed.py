@@ -28,7 +28,7 @@ def main(rank, world_size, init_method):
     # Linux sends it when the script ends. In a shell's background job it would be ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if BATCH_SIZE % world_size:
-        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of the {world_size} processes")
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)  # "cuda" is now this process's own GPU

@@ -24,7 +24,7 @@ def main():
     fabric.launch()  # starts this script for the other processes
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     if BATCH_SIZE % world_size:
-        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of the {world_size} processes")
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     torch.manual_seed(rank)  # not seed_everything(rank): processes would share images
 
     digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation

@@ -27,7 +27,7 @@ def main(config):
     rank, world_size = train.get_context().get_world_rank(), train.get_context().get_world_size()
     device = get_device()
     if BATCH_SIZE % world_size:
-        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of the {world_size} processes")
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     torch.manual_seed(rank)  # else all processes would draw the same random numbers
 
     digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation

@@ -116,7 +116,9 @@ UNCHECKED = ("    if len(train_set) < BATCH_SIZE:\n", "    if False:\n")
 def test_a_loader_without_a_batch_is_no_training(tmp_path):
     """The script validates, so something was seen; but it trains nothing, without an error."""
     script = copied(tmp_path)
-    script.write_text(edited(script.read_text(), [("BATCH_SIZE = 64", "BATCH_SIZE = 4096"), UNCHECKED]))
+    script.write_text(
+        edited(script.read_text(), [("BATCH_SIZE = 64", "BATCH_SIZE = 4096"), UNCHECKED])
+    )
     output = examined(tmp_path, "script.py", code=2)[1]
     line = (
         script.read_text()
