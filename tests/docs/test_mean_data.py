@@ -210,7 +210,7 @@ def edits_of(case):
             items = f"range({case.train} - {RANK} * 2 if part == 'train' else {case.val})"
             edits[1] = SIZES, items
         elif case.kind == "no items in one process":
-            edits[1] = SIZES, f"range(0) if {RANK} else {items}"
+            edits[1] = SIZES, f"(range(0) if {RANK} else {items})"
     return edits
 
 
@@ -268,6 +268,7 @@ def run(path, case, ranks, before):
 
 def verdict(case, folder):
     """What is wrong, in words; nothing if it is as it should be."""
+    folder.mkdir(exist_ok=True)
     path, before, own_disks = prepared(folder / "several", case)
     alone = case._replace(kind=RIGHT.get(case.kind, case.kind))
     if case.start in LAUNCHED:
@@ -325,6 +326,40 @@ def differs(path, one, output, alone, case, own_disks):
     return ""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases(27)])
-def test_a_case(case, tmp_path):
+# The least of each kind that was once trained on in silence.
+POINTS = [
+    Case(0, "a class that val lacks", "torchrun", "images", [], 2, 12, 6, 6, 1),
+    Case(1, "a hidden folder in val", "torchrun", "images", [], 2, 12, 6, 6, 1),
+    Case(2, "a hidden folder in train", "torchrun", "images", [], 2, 12, 6, 6, 1),
+    Case(3, "fewer items than a batch", "torchrun", "own", ["loss"], 2, 5, 5, 6, 1),
+    Case(4, "a batch that does not divide", "torchrun", "own", ["accumulate"], 2, 20, 5, 4, 3),
+    Case(5, "a batch that does not divide", "torchrun", "own", [], 2, 20, 5, 7, 1),
+    Case(6, "a checkpoint in one process", "torchrun", "own", ["resume"], 2, 12, 5, 6, 1),
+    Case(7, "a checkpoint in one process", "fsdp", "own", ["resume"], 2, 12, 5, 6, 1),
+    Case(8, "an image that is cut off", "torchrun", "images", [], 2, 12, 6, 6, 1),
+    Case(9, "16 bits", "torchrun", "images", [], 2, 12, 6, 6, 1),
+    Case(10, "other names in one process", "torchrun", "images", [], 2, 12, 6, 6, 1),
+]
+
+
+@pytest.mark.parametrize("case", POINTS, ids=str)
+def test_equals_one_process_or_says_why_not(case, tmp_path):
     assert not verdict(case, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", cases(len(KINDS)), ids=str)
+def test_each_kind(case, tmp_path):
+    assert not verdict(case, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_many_cases(tmp_path):
+    """Half an hour on a machine with nothing else to do."""
+    found = {}
+    for case in cases(324, launched=0.08):
+        if wrong := verdict(case, tmp_path / str(case.number)):
+            found[str(case)] = wrong
+        shutil.rmtree(tmp_path / str(case.number))
+    assert not found
