@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from lightning_fabric import Fabric
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
 BATCH_SIZE = 64  # images in a step, over all processes: a multiple of their number
@@ -34,9 +34,9 @@ def main():
     if len(train_set) < BATCH_SIZE:
         raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     val_set = Subset(dataset, range(4, 1797, 5))
-    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, shuffle=True, drop_last=True)
-    train_loader = fabric.setup_dataloaders(train_loader)
-    # Not this one: it would repeat images.
+    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
+    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
+    # No setup_dataloaders(): its sampler repeats images.
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))
 
     net = build_net().to(device)
@@ -44,6 +44,7 @@ def main():
     model, optimizer = fabric.setup(net, optimizer)
 
     for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # else every epoch would have the same order
         net.train()
         for images, target in train_loader:
             output = model(images.to(device))

@@ -28,7 +28,7 @@ NODES = "import os; os.chdir(f'node{os.environ[\"RANK\"]}')\n"
 SIZES = 'range(640 if part == "train" else 99)'
 IMAGE = "image = torch.full([3, 32, 32], label / CLASSES)  # in place of what self.files[i] holds"
 # Its values are those of the item alone, and no two are alike; it can be learnt.
-NOISY = """image = 3 * torch.full([3, 32, 32], label / CLASSES)
+NOISY = """image = torch.full([3, 32, 32], label / CLASSES)
         image = image + 0.1 * torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(i))"""
 LABEL = "label = i % CLASSES"
 COUNT = "        return len(self.files)"
@@ -71,10 +71,11 @@ KINDS = {
     "16 bits": None,
     "labels as floats": "expected scalar type Long|Expected floating|not implemented for|dtype",
     "a label too large": "Target 10 is out of bounds|out of bounds|shape '\\[10, 10\\]' is invalid",
+    "labels to be left out": "label -100: to leave items out, see",
     "NaN in an item": None,
     "says it has more": "IndexError|list index out of range",
     "says it has fewer": None,
-    "an item of another size": "stack expects each tensor to be equal size",
+    "an item of another size": "stack expects each tensor to be equal|Trying to resize storage",
     "None for an item": "NoneType",
     "other names in one process": "the processes differ in images to train, .* of their names",
     "fewer items in one process": "the processes differ in images to train",
@@ -84,7 +85,13 @@ KINDS = {
 }
 OF_IMAGES = {"a class that val lacks", "a class that train lacks", "an empty class", "16 bits"}
 OF_IMAGES |= {kind for kind in KINDS if re.search("hidden|an image|other names", kind)}
-OF_OWN = {"labels as floats", "a label too large", "NaN in an item", "says it has more"}
+OF_OWN = {
+    "labels as floats",
+    "labels to be left out",
+    "a label too large",
+    "NaN in an item",
+    "says it has more",
+}
 OF_OWN |= {"says it has fewer", "an item of another size", "None for an item"}
 # What one process trains on instead, whose figures they should have.
 RIGHT = {kind: "as it should be" for kind in KINDS if "hidden" in kind} | {"16 bits": "8 bits"}
@@ -160,7 +167,8 @@ def folders(folder, case):
     elif case.kind.startswith("a hidden folder in"):
         where = {"val": "val", "train": "train", "class": f"{part}/b"}[case.kind.split()[-1]]
         image(data / where / ".ipynb_checkpoints/1-checkpoint.png", 7, 2)
-        (data / "val/b/._1.png").write_bytes(b"of a Mac")
+        if where.endswith("b"):
+            (data / "val/b/._1.png").write_bytes(b"of a Mac")
     elif case.kind == "an empty class":
         for name in ("train", "val"):
             (data / name / "d").mkdir()
@@ -184,11 +192,13 @@ def edits_of(case):
     edits = []
     if case.data == "own":
         edits += [("nn.BatchNorm2d(16), ", ""), (SIZES, items)]
-        item, label = NOISY, LABEL
+        item, label = NOISY, LABEL  # of the data set
         if case.kind == "one class":
             label = "label = 0"
         elif case.kind == "labels as floats":
             label = "label = float(i % CLASSES)"
+        elif case.kind == "labels to be left out":
+            label = "label = -100 if i % 3 == 0 else i % CLASSES"
         elif case.kind == "a label too large":
             label = "label = i % (CLASSES + 1)"
             edits[-1] = (SIZES, "range(max(12, " + items[6:-1] + "))")
@@ -300,6 +310,8 @@ def verdict(case, folder):
         if said and re.search(said, output):
             return ""
         return f"SAYS OTHER THINGS: {output[-1500:]}"
+    if said and "image" not in case.kind:  # of those one may be left out, as others are
+        return f"ENDS WELL: {output}"
     codes, alone = run(one, case, 1, before)
     if codes is None or any(codes):
         return f"ONE PROCESS ENDS WITH {codes}: {alone[-1000:]}"
@@ -309,7 +321,7 @@ def verdict(case, folder):
 def differs(path, one, output, alone, case, own_disks):
     """In what the figures of several processes are not those of one."""
     here, there = lines_of(output), lines_of(alone)
-    near = 0.011 if "amp" in case.features or case.start == "apex" else 2e-4
+    near = 0.05 if "amp" in case.features or case.start == "apex" else 2e-4
     if len(here) != len(there):
         return f"OTHER LINES: {output} {alone}"
     for line, other in zip(here, there, strict=True):

@@ -13,18 +13,14 @@ from tests.docs.copies import edited
 from tests.docs.ranks import good, run_ranks
 from tests.docs.test_mean_data import NODES
 
-WORKERS = ["workers"]
-
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "ignored, number", [("--ignore-signal=INT", signal.SIGTERM), ("-i", signal.SIGKILL)]
-)
-def test_what_mp_spawn_started_ends_with_it(ignored, number, tmp_path):
+@pytest.mark.parametrize("ignored", [[], ["--ignore-signal=INT"]], ids=["", "background job"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_mp_spawn_started_ends_with_it(number, ignored, tmp_path):
     """Its loaders' workers too, and where SIGINT is ignored, as in a shell's background job."""
-    path = write(tmp_path, "spawn", features=WORKERS, epochs=500)
-    env = [f"{name}={value}" for name, value in os.environ.items()] if ignored == "-i" else []
-    job = Job(["env", *([] if ignored == "-i" else [ignored]), *env[:0], PYTHON, path], tmp_path)
+    path = write(tmp_path, "spawn", features=["workers"], epochs=500)
+    job = Job(["env", *ignored, PYTHON, path], tmp_path)
     job.wait_for("epoch 1:")
     os.kill(job.process.pid, number)
     code, _ = job.wait(20)  # fails if a process is left
