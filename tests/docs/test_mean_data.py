@@ -69,7 +69,7 @@ KINDS = {
     "an image that is cut off": r"cannot read image data/(train|val)/b/\d+\.png: ",
     "a text for an image": r"cannot read image data/(train|val)/b/\d+\.png: ",
     "16 bits": None,
-    "labels as floats": "expected scalar type Long|Expected floating|not implemented for|dtype",
+    "labels as floats": "scalar type Long|not implemented for|dtype|used as indices",
     "a label too large": "Target 10 is out of bounds|out of bounds|shape '\\[10, 10\\]' is invalid",
     "labels to be left out": "label -100: to leave items out, see",
     "NaN in an item": None,
