@@ -24,6 +24,8 @@ def main():
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # "cuda" is now this process's own GPU
@@ -34,6 +36,8 @@ def main():
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    if len(train_set) < BATCH_SIZE:
+        raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     val_set = Subset(dataset, range(4, 1797, 5))
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)

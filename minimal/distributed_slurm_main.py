@@ -5,6 +5,7 @@ $ srun -K -N2 --ntasks-per-node=4 --gpus-per-node=4 -c 8 python minimal/distribu
 
 import gc
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,12 @@ def main():
     rank = int(os.environ["SLURM_PROCID"])  # my number among all processes
     local_rank = int(os.environ["SLURM_LOCALID"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["SLURM_NTASKS"])  # how many processes there are
-    host = os.popen("scontrol show hostnames $SLURM_STEP_NODELIST").readline().strip()
-    port = 10000 + int(os.environ["SLURM_JOB_ID"]) % 20000  # where rank 0 listens
+    nodes = os.environ["SLURM_STEP_NODELIST"]  # such as gpu[01-03,07]-ib,login1
+    host = re.sub(r"\[(\d+)[^]]*\]", r"\1", nodes).split(",")[0]  # the first: rank 0 is there
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    port = 10000 + (31 * job + step) % 20000  # where it listens: each srun has a port of its own
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # "cuda" is now this process's own GPU
@@ -39,6 +44,8 @@ def main():
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    if len(train_set) < BATCH_SIZE:
+        raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     val_set = Subset(dataset, range(4, 1797, 5))
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)

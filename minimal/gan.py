@@ -50,6 +50,8 @@ def main():
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # "cuda" is now this process's own GPU
@@ -59,6 +61,8 @@ def main():
         return torch.randn(count, NOISE)[rank::world_size].to(device)
 
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 16
+    if len(images) < BATCH_SIZE:
+        raise SystemExit(f"{len(images)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     sampler = DistributedSampler(images, num_replicas=world_size, rank=rank, drop_last=True)
     loader = DataLoader(images, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
     real_moments = moments(images)
@@ -73,9 +77,14 @@ def main():
     start = 0
     if os.path.exists("gan.pth"):  # all processes read it, not only rank 0
         state = torch.load("gan.pth", weights_only=True, map_location=device)
+        start = state["epoch"]
+    starts = [None] * world_size
+    dist.all_gather_object(starts, start)
+    if len({*starts}) > 1:
+        raise SystemExit(f"the processes differ in the epochs in gan.pth (copy it): {starts}")
+    if start:
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        start = state["epoch"]
     model_g = DistributedDataParallel(generator)  # each averages its gradients in backward()
     model_d = DistributedDataParallel(discriminator)
 

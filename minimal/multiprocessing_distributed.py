@@ -4,6 +4,7 @@ $ python minimal/multiprocessing_distributed.py
 """
 
 import gc
+import signal
 import tempfile
 
 import torch
@@ -24,6 +25,10 @@ def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each d
 
 
 def main(rank, world_size, init_method):
+    # Linux sends it when the script ends. In a shell's background job it would be ignored.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)  # "cuda" is now this process's own GPU
@@ -35,6 +40,8 @@ def main(rank, world_size, init_method):
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    if len(train_set) < BATCH_SIZE:
+        raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     val_set = Subset(dataset, range(4, 1797, 5))
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)

@@ -56,6 +56,8 @@ def main():
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # "cuda" is now this process's own GPU
@@ -66,6 +68,8 @@ def main():
 
     text = torch.tensor(list(b"".join(file.read_bytes() for file in FILES)))
     train_text, val_text = text.tensor_split([len(text) * 9 // 10])
+    if len(train_text) <= BATCH_SIZE * LENGTH:
+        raise SystemExit(f"{len(text)} bytes in FILES: no step in an epoch")
     missing = -(len(val_text) - 1) % (LENGTH * world_size)  # for as many windows in each process
     val_text = nn.functional.pad(val_text, (0, missing), value=-100)  # -100: no target
     # Windows [n, LENGTH + 1]. Each begins with the last byte of the one before.
@@ -84,6 +88,10 @@ def main():
     if rank == 0:
         shutil.rmtree(FOLDER / "unfinished", ignore_errors=True)  # of a run that was killed
     saved = [int(path.name) for path in FOLDER.glob("[0-9]*")]  # epochs
+    found = [None] * world_size
+    dist.all_gather_object(found, (len(text), max(saved, default=0)))
+    if len({*found}) > 1:
+        raise SystemExit(f"the processes differ in (bytes in FILES, epochs in FOLDER): {found}")
     if saved:  # by any number of processes
         weights, moments = get_state_dict(net, optimizer)  # my parts, to be filled
         dcp.load({"net": weights, "optimizer": moments}, checkpoint_id=FOLDER / str(max(saved)))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from lightning_fabric import Fabric
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
 BATCH_SIZE = 64  # images in a step, over all processes: a multiple of their number
@@ -23,16 +23,20 @@ def main():
     fabric = Fabric(strategy="ddp", devices=torch.cuda.device_count() or 2)
     fabric.launch()  # starts this script for the other processes
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     torch.manual_seed(rank)  # not seed_everything(rank): processes would share images
 
     digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    if len(train_set) < BATCH_SIZE:
+        raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     val_set = Subset(dataset, range(4, 1797, 5))
-    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, shuffle=True, drop_last=True)
-    train_loader = fabric.setup_dataloaders(train_loader)
-    # Not this one: it would repeat images.
+    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
+    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
+    # No setup_dataloaders(): its sampler repeats images.
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))
 
     net = build_net().to(device)
@@ -40,6 +44,7 @@ def main():
     model, optimizer = fabric.setup(net, optimizer)
 
     for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # else every epoch would have the same order
         net.train()
         for images, target in train_loader:
             output = model(images.to(device))

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from ray import train
-from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
+from ray.train.torch import TorchTrainer, get_device, prepare_model
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
 BATCH_SIZE = 64  # images in a step, over all processes: a multiple of their number
@@ -26,16 +26,20 @@ def main(config):
     os.chdir(config["folder"])  # Ray's processes begin in another one
     rank, world_size = train.get_context().get_world_rank(), train.get_context().get_world_size()
     device = get_device()
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} must be a multiple of {world_size} (processes)")
     torch.manual_seed(rank)  # else all processes would draw the same random numbers
 
     digits = load_digits()  # 1797 images, values from 0 to 16; every fifth is for validation
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    if len(train_set) < BATCH_SIZE:
+        raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
     val_set = Subset(dataset, range(4, 1797, 5))
-    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, shuffle=True, drop_last=True)
-    train_loader = prepare_data_loader(train_loader)
-    # Not this one: it would repeat images.
+    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
+    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
+    # No prepare_data_loader(): its sampler repeats images.
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))
 
     net = build_net().to(device)
@@ -43,8 +47,7 @@ def main(config):
     model = prepare_model(net)
 
     for epoch in range(EPOCHS):
-        if world_size > 1:  # Ray gives a single process no DistributedSampler
-            train_loader.sampler.set_epoch(epoch)  # else every epoch would have the same order
+        sampler.set_epoch(epoch)  # else every epoch would have the same order
         net.train()
         for images, target in train_loader:
             output = model(images.to(device))

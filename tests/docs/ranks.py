@@ -22,7 +22,7 @@ forks.set_forkserver_preload(
 )
 
 
-def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before=""):
+def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=240):
     """(exit codes, output) of processes as torchrun would start them; `before` is run first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -32,7 +32,7 @@ def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before=""):
     known = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
     known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
     arguments = [str(word) for word in (script, *flags)]
-    processes, deadline = [], time.monotonic() + 240
+    processes, deadline = [], time.monotonic() + seconds
     for rank in range(ranks):
         own = known | {"RANK": rank, "LOCAL_RANK": rank} | (env or {})
         own = {name: str(value) for name, value in own.items()}
@@ -43,7 +43,7 @@ def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before=""):
         for process in processes:
             process.join(max(0, deadline - time.monotonic()))
         codes = [process.exitcode for process in processes]
-        assert None not in codes, f"{script} took more than 240 s:\n{output.read_text()}"
+        assert None not in codes, f"{script} took more than {seconds} s:\n{output.read_text()}"
         return codes, output.read_text()
     finally:
         for process in processes:

@@ -269,6 +269,10 @@ MISTAKES = {
     ),
     # Validation: a number that is not the model's.
     "padded_validation": mistake(lambda run: sum(map(len, run.shares("validated")[0])) > 359),
+    "classes_differ": mistake(
+        lambda run: run.accuracies()[-1] < 5,
+        mended=("digits.target[numbers]}", "digits.target}"),
+    ),
     "mean_of_means": mistake(
         lambda run: run.accuracies() != [float(accuracy(run.saved()))], epochs=1
     ),

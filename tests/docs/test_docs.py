@@ -109,6 +109,8 @@ TESTED = {
     r"python docs/unpack_imagenet\.py": "docs/test_docs.py::test_the_archives_are_unpacked",
     r"python docs/class_folders\.py": "docs/test_docs.py::test_other_layouts_become_class_folders",
     r"python docs/use_weights\.py": "docs/test_docs.py::test_weights_are_used_elsewhere",
+    r"torchrun .* train\.py && mv .*": "docs/test_losses.py::test_the_commands_that_show_it",
+    r"python docs/compare_weights\.py .*": "docs/test_losses.py::test_the_commands_that_show_it",
     r".* minimal/(segmentation|gan)\.py": "docs/test_tasks.py::test_the_command_learns",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",
     r"torchrun .* minimal/transformer\.py": "docs/test_transformer.py::test_learns",

@@ -12,7 +12,8 @@ from conftest import PYTHON, ROOT, run, torchrun
 from PIL import Image
 from torch import nn
 
-from tests.docs.copies import patched
+import compose
+from tests.docs.copies import edited, equal, patched
 from tests.docs.ranks import good
 
 pytestmark = pytest.mark.full
@@ -271,3 +272,40 @@ def test_an_iterable_data_set():
         shares.append([*names["share"]])
     assert sorted(item for share in shares for item in share) == [*range(20)]
     assert len({*map(tuple, shares)}) == 6
+
+
+WARNED = "Detected call of lr_scheduler.step() before optimizer.step()"
+
+
+def test_fp16_leaves_out_steps_of_a_schedule(tmp_path):
+    """torch warns once in each process; the rates end as they do without, and weights are alike."""
+    assert f"`{WARNED}`" in FAQ
+    end = "    dist.destroy_process_group()\n"
+    save = """    last = scheduler.last_epoch, scheduler.get_last_lr()[0]
+    torch.save((net.state_dict(), last), f"rank{rank}.pth")
+"""
+    edits = [("torch.bfloat16  #", "torch.float16  #"), ("EPOCHS = 5", "EPOCHS = 2")]
+    edits += [("enabled=fp16)", "enabled=fp16, init_scale=2.0**40)"), (end, save + end)]
+    text = compose.script("torchrun", features=["amp", "schedule"])
+    (tmp_path / "script.py").write_text(edited(text, edits))
+    output = good(tmp_path / "script.py", ranks=2)
+    assert output.replace("`", "").count(WARNED) == 2
+    (weights, last), (others, other) = (
+        torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)
+    )
+    assert equal(weights, others) and last == other
+    assert last[0] == 2 * (1437 // 64) and last[1] == pytest.approx(0, abs=1e-4)
+
+
+def test_workers_by_a_forkserver(tmp_path):
+    """With the argument that the page names a composed script ends as it does without."""
+    how = said("multiprocessing_context=").partition("=")[2]
+    weights = []
+    for more in ("", f', "multiprocessing_context": {how}'):
+        text = compose.script("torchrun", features=["workers"])
+        workers = '{"num_workers": 4, "persistent_workers": True'
+        edits = [("EPOCHS = 5", "EPOCHS = 1"), (workers, workers.replace("4", "1") + more)]
+        (tmp_path / "script.py").write_text(edited(text, edits))
+        run(torchrun(2, tmp_path / "script.py"), tmp_path, env={"OMP_NUM_THREADS": "1"})
+        weights.append(torch.load(tmp_path / "digits.pth", weights_only=True))
+    assert equal(*weights)

@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import PYTHON, ROOT, run
 
+import compose
+from tests.docs.copies import USER, edited
 from tests.docs.ranks import good
 
 pytestmark = pytest.mark.full
@@ -164,3 +166,47 @@ def test_the_segmentation_has_the_same_lines():
         lines = [ast.unparse(line) for line in functions["sum_of_all"].body]
         bodies.append([line for line in lines if not line.startswith(('"""', "'"))])
     assert bodies[0] == bodies[1]
+
+
+BATCHNORM = "nn.BatchNorm2d(64), "
+
+
+def script_of(cell, folder):
+    """minimal/distributed.py for one epoch, as a cell of the page's table says."""
+    parts = re.fullmatch(r"`PARTS` (\d)", cell)
+    edits = [("EPOCHS = 5", "EPOCHS = 1")]
+    edits += [("PARTS = 4", f"PARTS = {parts[1]}")] if parts else []
+    edits += [(BATCHNORM, "")] if cell == "without BatchNorm" else []
+    text = compose.script("torchrun", features=["accumulate"] if parts else [])
+    (folder / "train.py").write_text(edited(text, edits))
+    return folder / "train.py"
+
+
+def apart(folder):
+    """What docs/compare_weights.py says: percent of the weights, and of the statistics or None."""
+    said = run([PYTHON, ROOT / "docs/compare_weights.py", "1.pth", "2.pth"], folder)
+    pattern = r"weights: (\S+) % apart\n(?:BatchNorm statistics: (\S+) % apart\n)?"
+    return [number and float(number) for number in re.fullmatch(pattern, said).groups()]
+
+
+ROWS = re.findall(r"^\| (.*) \| (.*) \| ([\d.]+) % \| (?:([\d.]+) %|none) \|$", PAGE, re.M)
+
+
+@pytest.mark.parametrize("row", ROWS[1:], ids=" ".join)
+def test_how_far_two_processes_are_from_one(row, tmp_path):
+    """As the page says; another CPU rounds otherwise."""
+    for ranks in (1, 2):
+        good(script_of(row[ranks - 1], tmp_path), ranks=ranks)
+        (tmp_path / "digits.pth").rename(tmp_path / f"{ranks}.pth")
+    weights, statistics = apart(tmp_path)
+    assert weights == pytest.approx(float(row[2]), rel=0.1, abs=1e-4)
+    assert statistics == pytest.approx(float(row[3]), rel=0.1)
+
+
+def test_the_commands_that_show_it(tmp_path):
+    """The first row: with no BatchNorm two processes are one."""
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)
+    script_of(ROWS[0][0], tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    said = run(["bash", "-ec", block], tmp_path, env=USER | {"OMP_NUM_THREADS": "1"})
+    assert said.endswith(f"\nweights: {ROWS[0][2]} % apart\n") and len(ROWS) == 5

@@ -34,7 +34,7 @@ def test_the_recording_is_what_the_commands_print(monkeypatch):
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md", "docs/recording.svg"])
 def test_what_is_said_of_it(name):
     (wrong,) = said(KEPT)[1]
-    assert wrong > 100 and KEPT[-1]["output"][0].startswith(" distributed.py:42  each process")
+    assert wrong > 100 and KEPT[-1]["output"][0].startswith(" distributed.py:46  each process")
     text = (ROOT / name).read_text(encoding="utf-8")
     assert re.findall(r"(\d+\.\d) % correct", text)[0] == f"{wrong}"
 

@@ -1,0 +1,126 @@
+"""What the minimal and composed scripts refuse, and how they end: signals, Slurm, other tasks."""
+
+import os
+import re
+import signal
+import threading
+
+import pytest
+from conftest import PYTHON, ROOT, Job
+
+from tests.docs.composed import SLURM, write
+from tests.docs.copies import edited
+from tests.docs.ranks import good, run_ranks
+from tests.docs.test_mean_data import NODES
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ignored", [[], ["--ignore-signal=INT"]], ids=["", "background job"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_mp_spawn_started_ends_with_it(number, ignored, tmp_path):
+    """Its loaders' workers too, and where SIGINT is ignored, as in a shell's background job."""
+    path = write(tmp_path, "spawn", features=["workers"], epochs=500)
+    job = Job(["env", *ignored, PYTHON, path], tmp_path)
+    job.wait_for("epoch 1:")
+    os.kill(job.process.pid, number)
+    code, _ = job.wait(20)  # fails if a process is left
+    assert code == -number
+
+
+def slurm_lines():
+    """Those of the script that find where the tasks meet."""
+    text = (ROOT / "minimal/distributed_slurm_main.py").read_text()
+    return "import os, re\n" + re.sub(
+        r"(?m)^ +", "", re.search(r" +nodes = .*\n.*\n.*\n.*\n", text)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[01-03,07]-ib,login1", "gpu01-ib"),
+        ("a,b[1-3]", "a"),
+        ("rack[2,4]", "rack2"),
+    ],
+)
+def test_slurm_tasks_meet_at_the_first_node(nodes, first, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    monkeypatch.setenv("SLURM_JOB_ID", "1234567")
+    ports = set()
+    for step in range(31):
+        monkeypatch.setenv("SLURM_STEP_ID", str(step))
+        names = {}
+        exec(slurm_lines(), names)
+        assert names["host"] == first
+        ports.add(names["port"])
+    assert len(ports) == 31 and all(10000 <= port < 30000 for port in ports)
+
+
+@pytest.mark.full
+def test_two_steps_of_one_slurm_job_do_not_meet(tmp_path):
+    """At the same time on one node, and without scontrol; each is as one of its own."""
+    outputs = {}
+
+    def run(step):
+        path = write(tmp_path / str(step), "slurm")
+        before = SLURM.replace('"SLURM_STEP_ID": "0"', f'"SLURM_STEP_ID": "{step}"')
+        outputs[step] = run_ranks(path, ranks=2, env={"SLURM_JOB_ID": os.getpid()}, before=before)
+
+    threads = [threading.Thread(target=run, args=[step]) for step in (0, 1)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert outputs[0] == outputs[1] and outputs[0][0] == [0, 0], outputs
+
+
+def task(folder, name, *edits, epochs=1):
+    text = (ROOT / f"minimal/{name}.py").read_text()
+    text = re.sub(r"^EPOCHS = \d+$", f"EPOCHS = {epochs}", text, flags=re.M)
+    if name == "transformer":
+        text = re.sub(
+            "^FILES = .*", f"FILES = [Path({str(ROOT / 'docs/minimal.md')!r})]", text, flags=re.M
+        )
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(edited(text, edits))
+    return folder / "script.py"
+
+
+SIZES = {
+    "segmentation": "BATCH_SIZE = 48",
+    "gan": "BATCH_SIZE = 48",
+    "transformer": "BATCH_SIZE = 24",
+}
+SIZES |= dict.fromkeys(["distributed", "fsdp_distributed", "by_hand"], "BATCH_SIZE = 64")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "size, says",
+    [(25, r"BATCH_SIZE 25 must be a multiple of 2 \(processes\)"), (10**6, "no step in an epoch")],
+)
+def test_a_batch_that_cannot_be(name, size, says, tmp_path):
+    """Each process ends by itself, with this line alone."""
+    script = task(tmp_path, name, (SIZES[name] + " ", f"BATCH_SIZE = {size} "))
+    codes, output = run_ranks(script, ranks=2)
+    lines = output.splitlines()
+    assert codes == [1, 1] and len(lines) == 2 and all(re.search(says, line) for line in lines), (
+        output
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gan", "transformer"])
+def test_a_checkpoint_that_one_node_lacks(name, tmp_path):
+    script = task(tmp_path, name, *([("range(300)", "range(5)")] if name == "transformer" else []))
+    for rank in range(2):
+        (tmp_path / f"node{rank}").mkdir()
+    # The first run makes the file; dcp has a part of each process in the folder.
+    before = NODES if name == "gan" else ""
+    good(script, ranks=2, before=before)
+    if name == "transformer":
+        (tmp_path / "transformer").rename(tmp_path / "node0/transformer")
+    codes, output = run_ranks(script, ranks=2, before=NODES)
+    said = {"gan": r"the epochs in gan\.pth", "transformer": r"epochs in FOLDER"}[name]
+    assert 0 not in codes and re.search(f"the processes differ in .*{said}", output), output
