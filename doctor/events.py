@@ -52,7 +52,7 @@ FIELDS = {
     "seed": "seed",
     # ---- Data. See wrappers/loaders.py.
     "pass": "number made batches workers size sampler length seed epoch rank num_replicas shuffle "
-    "padding trims drops stream",
+    "padding trims drops stream classes",
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass
     "drew": "of",  # a worker of a loader drew random numbers of this library for an item

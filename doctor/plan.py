@@ -13,7 +13,7 @@ from .files import guarded, restore_dead
 from .judges import comparing, findings
 from .launch import examine, launcher
 
-AGAIN, ALONE, THREE = "started again", "one process", "three machines of a process each"
+AGAIN, ALONE, SEVERAL = "started again", "one process", "three machines of a process each"
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -112,8 +112,8 @@ class OtherRuns:
         if compared and (args.against_one or (trains and self.time_for(ALONE))):
             found += self.alone()
         usual = args.n == 2 and args.nodes == 1 and not self.gpus()
-        if by_torchrun and well and usual and self.time_for(THREE, 1.5):
-            found += self.three_machines()
+        if by_torchrun and well and usual and self.time_for(SEVERAL, 1.5):
+            found += self.several_machines()
         return [one for one in found if one]
 
     def anew(self, processes, nodes=1):
@@ -158,13 +158,17 @@ class OtherRuns:
         gradients = comparing.other_gradients(self.run, alone)
         return [gradients, *comparing.other_numbers(self.run, alone)]
 
-    def three_machines(self):
-        """Parts that are not alike, and a local rank that is taken for a rank."""
-        runs = self.anew(3, nodes=3)
-        failed = report.failed(runs)
-        if failed and not runs[0].stopped:
-            self.said.append(f"{THREE}: {failed[0]}")
-        else:
-            steps = len(runs[0][0].of("step")) if runs[0] else 0
-            self.said.append(f"{THREE}: {steps} steps in each")
+    def several_machines(self):
+        """Parts that are not alike, and a local rank that is taken for a rank.
+
+        Three processes, or four: a script may refuse a number that its batch does not divide by.
+        """
+        for machines in (3, 4):
+            runs = self.anew(machines, nodes=machines)
+            failed = report.failed(runs)
+            if runs[0].stopped or runs[0].noted("step") or not failed:
+                break
+        steps = len(runs[0][0].of("step")) if runs[0] else 0
+        said = failed[0] if failed and not runs[0].stopped else f"{steps} steps in each"
+        self.said.append(f"{machines} machines of a process each: {said}")
         return findings(runs)

@@ -20,14 +20,14 @@ class Judge(NamedTuple):
     about: str
     place: str
     certain: bool
-    causes: str | None  # the general finding that this one explains
+    causes: list  # the general findings that this one explains
     general: str | None  # this is the general finding: told unless a certain one explains it
 
 
 JUDGES = []
 
 
-def judge(about, place, certain, causes=None, general=None):
+def judge(about, place, certain, causes=(), general=None):
     """A decorator: asks this function about each `about` of a run."""
 
     def add(ask):
@@ -95,5 +95,5 @@ def judged(run):
         for answer in filter(None, (one.ask(*what) for what in asks)):
             certain = one.certain if answer.certain is None else answer.certain
             said.append((one, answer._replace(place=answer.place or one.place, certain=certain)))
-    explained = {one.causes for one, finding in said if finding.certain}
+    explained = {what for one, finding in said if finding.certain for what in one.causes}
     return [finding for one, finding in said if one.general is None or one.general not in explained]

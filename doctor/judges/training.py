@@ -6,7 +6,7 @@ from . import Finding, judge
 LIBRARIES = {"torch": "torch", "random": "Python's random", "numpy": "numpy"}
 
 
-@judge("gradient", "the-loss-is-reduced-before-backward", certain=True, causes="weights")
+@judge("gradient", "the-loss-is-reduced-before-backward", certain=True, causes=["weights"])
 def reduced_loss(row, run):
     """Certain where the gradient of what was reduced is not 1: that of each one's own part is."""
     text = "backward() goes through what was reduced here, as if it had not been"

@@ -1,6 +1,7 @@
 """Which items are validated, by which model, and what is added up."""
 
 import os
+import re
 from collections import defaultdict
 
 from ..run import differ, names, times_seen
@@ -11,7 +12,7 @@ REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_ten
 REDUCING |= {"all_gather_object", "gather_object"}
 
 
-@judge("validated", "each-process-makes-its-own-split", certain=True, causes="items")
+@judge("validated", "each-process-makes-its-own-split", certain=True, causes=["items"])
 def own_split(row, run):
     """Certain, for in one process no item is in both parts."""
     trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
@@ -79,7 +80,37 @@ def all_validated(row, run):
         return Finding(row[0]["made"], f"{text} {len(run)} times", certain=more)
 
 
-@judge("run", ONCE, certain=True)
+@judge("run", "validation-numbers-its-classes-by-itself", certain=True)
+def other_classes(run):
+    """Certain where the names of classes differ; a hint where only their numbers are seen."""
+    trained, validated = (
+        [one for one in run[0].passes if one[what] and one["whole"]]
+        for what in ("trained", "validated")
+    )
+    if not trained or not validated:
+        return None
+    ours, theirs = trained[0]["classes"], validated[0]["classes"]
+    if ours and theirs and ours != theirs:
+        number = next(i for i, name in enumerate([*ours, None]) if theirs[i : i + 1] != [name])
+        text = f"class {number} is {[*ours, None][number]} in training"
+        text += f" and {[*theirs, None][number]} here"
+        return Finding(validated[0]["made"], text)
+    labels, others = labels_of(trained), labels_of(validated)
+    alike = labels == {*range(len(labels))} and others == {*range(len(others))}
+    if alike and 1 < len(others) < len(labels) and len(validated[0]["items"]) > 9 * len(labels):
+        text = f"the labels are 0 to {len(others) - 1}, in training 0 to {len(labels) - 1}"
+        return Finding(validated[0]["made"], f"{text}: are they the same classes?", certain=False)
+    return None
+
+
+def labels_of(passes):
+    """The numbers of classes in these passes, if each item has one; else an empty set."""
+    labels = {item[1] for one in passes for item in one["items"]}
+    whole = all(re.fullmatch(r"\d+(\.0)?", str(label)) for label in labels)
+    return {int(float(label)) for label in labels} if whole and len(labels) <= 1000 else set()
+
+
+@judge("run", ONCE, certain=True, general="items")
 def never_validated(run):
     """Certain where parts, or drop_last, leave items out of a pass that was read to its end."""
     for passes in validations(run):
@@ -131,10 +162,12 @@ def adds_nothing(run):
             for event in called(one, process) if one["validated"] else []:
                 if event["name"] in ("all_reduce", "reduce") and event["number"] is not None:
                     mine[event["line"]].append(event["number"])
+    items = max((len(one["items"]) for p in run for one in p.passes if one["validated"]), default=0)
     for line in sums[0]:
         numbers = [mine.get(line, []) for mine in sums]
         nothing = [rank for rank, said in enumerate(numbers) if said and not any(said)]
-        if nothing and any(any(said) for said in numbers):
+        # A process may have 0 right answers where the others have a few.
+        if nothing and any(number > 0.05 * items for said in numbers for number in said):
             text = f"rank {nothing[0]} validates items, and adds 0 here each time"
             return Finding(line, text)
 
@@ -198,7 +231,7 @@ def all_save(run):
         return Finding(lines[0], text)
 
 
-@judge("run", "doctor.md#a-result-is-read-too-early", certain=False)
+@judge("run", "doctor.md#a-result-is-read-too-early", certain=False, general="early")
 def read_before_the_sum(run):
     """A hint, for both may be printed: that of one process, and that of all."""
     for process in run:

@@ -77,6 +77,7 @@ def begin(iterator, self):
         workers=self.num_workers,
         size=size,
         stream=isinstance(self.dataset, IterableDataset),
+        classes=classes_of(self.dataset),
         sampler=getattr(sampler, "doctors_line", self.doctors_line),
         length=length(sampler),
         drops=bool(self.drop_last),
@@ -87,8 +88,18 @@ def begin(iterator, self):
         num_replicas=getattr(sampler, "num_replicas", None),
         shuffle=getattr(sampler, "shuffle", None),
         padding=(getattr(sampler, "total_size", 0) or 0) - (size or 0),
-        trims=type(self).__module__.startswith("accelerate"),  # in gather_for_metrics
+        trims=any(  # in gather_for_metrics
+            type(one).__module__.startswith("accelerate") for one in (self, self.batch_sampler)
+        ),
     )
+
+
+def classes_of(dataset):
+    """The names of its classes by their numbers, as an ImageFolder has them; or None."""
+    while hasattr(dataset, "dataset"):  # of a Subset
+        dataset = dataset.dataset
+    numbers = getattr(dataset, "class_to_idx", None)
+    return sorted(numbers, key=numbers.get) if isinstance(numbers, dict) else None
 
 
 def asked(index, self):
