@@ -62,7 +62,9 @@ def main():
             optimizer.step()
 
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # rank 0's BatchNorm statistics are the ones saved
+            data = buffer.flatten().clone()  # a copy in one piece: others are sent wrongly
+            dist.broadcast(data, src=0)  # rank 0's BatchNorm statistics are the ones saved
+            buffer.copy_(data.view_as(buffer))
         net.eval()
         correct = torch.zeros(1, device=device)
         with torch.no_grad():

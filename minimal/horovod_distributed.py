@@ -57,7 +57,9 @@ def main():
             optimizer.step()
 
         for buffer in net.buffers():
-            hvd.broadcast_(buffer, root_rank=0)  # rank 0's BatchNorm statistics are the ones saved
+            data = buffer.flatten().clone()  # a copy in one piece: others are sent wrongly
+            hvd.broadcast_(data, root_rank=0)  # rank 0's BatchNorm statistics are the ones saved
+            buffer.copy_(data.view_as(buffer))
         net.eval()
         correct = torch.zeros(1, device=device)
         with torch.no_grad():
