@@ -35,10 +35,10 @@ FIELDS = {
     # ---- Models
     "wrap": "frozen",  # DDP has wrapped a model; frozen: names of weights without a gradient
     "synced": "",  # SyncBatchNorm was asked for
-    "forward": "trains training wrapped",  # training: the model's mode; wrapped: by DDP
+    "forward": "trains training wrapped modes",  # training: its mode; modes: see models.modes()
     "backward": "",
     # The first pass of a model without gradients since the last step: sums of its tensors by name.
-    "validates": "training weights buffers wrapped",
+    "validates": "training weights buffers wrapped modes",
     # ---- Training
     # order: what was done since the last step, by model; own: sums of weights that DDP does not
     # know, ours: their number; random: states by library; zeroed: calls of zero_grad();

@@ -120,11 +120,11 @@ def zeroed_differ(row, run):
 
 @judge("forward", NOT_THE_SAME, certain=True)
 def modes_differ(row, run):
-    """Certain: BatchNorm and dropout compute otherwise in training mode."""
+    """Certain for BatchNorm and dropout: they compute otherwise in training mode."""
     if differ(row, "training") and not differ(row, "line") and all_with_gradients(row):
         ranks = [rank for rank, event in enumerate(row) if not event["training"]]
         text = f"rank {ranks[0]} is not in training mode here, others are: who calls train()?"
-        return Finding(row[0]["line"], text)
+        return Finding(row[0]["line"], text, certain=any(event["modes"] for event in row))
 
 
 def all_with_gradients(row):

@@ -197,11 +197,11 @@ def other_model(row, run):
 
 @judge("validates", "doctor.md#the-processes-do-not-do-the-same", certain=True)
 def modes_differ(row, run):
-    """Certain: a process that is in training mode gives other answers."""
+    """Certain for BatchNorm and dropout: in training mode they give other answers."""
     if differ(row, "training") and not differ(row, "line"):
         rank = next(rank for rank, event in enumerate(row) if event["training"])
         text = f"rank {rank} validates in training mode, others do not: who calls eval()?"
-        return Finding(row[0]["line"], text)
+        return Finding(row[0]["line"], text, certain=any(event["modes"] for event in row))
 
 
 @judge("save", "the-wrapped-model-is-saved", certain=False)

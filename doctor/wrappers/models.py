@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import sys
 import weakref
 
 from ..events import is_plain, note, total
@@ -48,7 +49,11 @@ def install(torch):
     def note_forward(model, letter):
         module = model.module
         event = note(
-            "forward", trains=module.training and grads(), training=module.training, wrapped=True
+            "forward",
+            trains=module.training and grads(),
+            training=module.training,
+            wrapped=True,
+            modes=modes(module),
         )
         if module.training and grads():
             ORDERS[MODELS.index(model)].append((letter, event["line"]))
@@ -64,7 +69,7 @@ def install(torch):
             note_forward(model, "p")
         elif grads():
             trains, mode = module.training, module.training
-            note("forward", trains=trains, training=mode, wrapped=False)
+            note("forward", trains=trains, training=mode, wrapped=False, modes=modes(module))
         if grads() and module.training:
             validated.discard(module)
         elif not grads() and module not in validated:
@@ -108,7 +113,15 @@ def note_validation(module, wrapped):
     weights = {name: total(w) for name, w in module.named_parameters() if is_plain(w)}
     buffers = {name: total(buffer) for name, buffer in module.named_buffers() if is_plain(buffer)}
     mode = module.training
-    note("validates", training=mode, weights=weights, buffers=buffers, wrapped=wrapped)
+    facts = {"wrapped": wrapped, "modes": modes(module)}
+    note("validates", training=mode, weights=weights, buffers=buffers, **facts)
+
+
+def modes(module):
+    """Whether a part of it is known to compute otherwise in training mode."""
+    layers = sys.modules["torch"].nn.modules
+    norms, dropouts = layers.batchnorm._BatchNorm, layers.dropout._DropoutNd
+    return any(isinstance(p, norms) or (isinstance(p, dropouts) and p.p) for p in module.modules())
 
 
 def frozen():
