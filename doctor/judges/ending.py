@@ -50,25 +50,27 @@ def calls_differ(run):
     if run.stopped or (failed and any(process.end["error"] == "" for process in run)):
         return None  # hang() or stops_early() tell it
     for row in zip(*(calls(process, failed) for process in run), strict=False):
-        names = [what for what, _ in row]
-        if len({*names}) > 1:
-            said = " and ".join(f"rank {r} {what} ({at})" for r, (what, at) in enumerate(row))
+        names, lines, shapes = zip(*row, strict=True)
+        sums = names[0] in ("calls all_reduce()", "calls reduce()")
+        others = failed and sums and len({*lines}) > 1 and len({*map(str, shapes)}) > 1
+        if len({*names}) > 1 or others:
+            said = " and ".join(f"rank {r} {what} ({at})" for r, (what, at, _) in enumerate(row))
             return Finding(row[0][1], f"the processes do not make the same calls: {said}")
     return None
 
 
 def calls(process, steps):
-    """[(what, line)] of its calls that all processes must make, in their order."""
+    """[(what, line, shape)] of its calls that all processes must make, in their order."""
     found = []
     wraps, shards = process.of("wrap"), process.of("shards")
     for event in process.of("collective", "forward", "backward"):
         if event["kind"] == "collective" and event["whole"]:
-            found.append((f"calls {event['name']}()", event["line"]))
+            found.append((f"calls {event['name']}()", event["line"], event["shape"]))
         elif event["kind"] == "forward" and steps and event["trains"]:
             if shards or event["wrapped"]:
-                found.append(("trains", event["line"]))
+                found.append(("trains", event["line"], None))
         elif event["kind"] == "backward" and steps and (wraps or shards):
-            found.append(("calls backward()", event["line"]))
+            found.append(("calls backward()", event["line"], None))
     return found
 
 
