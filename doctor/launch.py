@@ -39,7 +39,7 @@ def examine(args, files, processes, nodes=1):
     stopped = ""
     try:
         while job.poll() is None:
-            deaths.wait(0.5)
+            deaths.wait(0.1)
             stopped = stopped or stands_still(folder, args.patience, deaths.pids)
             if stopped:
                 stop(folder, deaths)
@@ -85,10 +85,14 @@ class Deaths:
         for path in Path(self.folder).glob("*.jsonl"):
             pid = int(path.stem)
             if pid not in self.files:
-                with contextlib.suppress(AttributeError, OSError):  # not Linux; gone already
+                self.files[pid] = None
+                try:
                     self.files[pid] = os.pidfd_open(pid)
                     self.poll.register(self.files[pid], select.POLLIN)
-                self.files.setdefault(pid, None)
+                except ProcessLookupError:  # gone already
+                    self.died(pid)
+                except (AttributeError, OSError):  # not Linux
+                    pass
         if not any(self.files.values()):
             time.sleep(min(seconds, 0.1))
             return
@@ -97,10 +101,13 @@ class Deaths:
             self.poll.unregister(file)
             os.close(file)
             self.files[pid] = None
-            ended = last_event(Path(self.folder, f"{pid}.jsonl"))["kind"] in ("end", "spawns")
-            if pid not in self.pids and not ended:
-                self.alone[pid] = {"signal": signal_of(pid), "order": len(self.pids)}
-            self.pids.add(pid)
+            self.died(pid)
+
+    def died(self, pid):
+        ended = last_event(Path(self.folder, f"{pid}.jsonl"))["kind"] in ("end", "spawns")
+        if pid not in self.pids and not ended:
+            self.alone[pid] = {"signal": signal_of(pid), "order": len(self.pids)}
+        self.pids.add(pid)
 
 
 def signal_of(pid):

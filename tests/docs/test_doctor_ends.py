@@ -44,8 +44,10 @@ dist.all_reduce(x)
 """
     output = report(tmp_path, text, code=3)
     first = re.findall(r"^ train\.py:\d+  rank .*$", output, re.M)[0]
-    assert first.endswith("by SIGKILL after this line: by the kernel, if memory was short"), output
-    assert first.startswith(f" {line(text, 'all_reduce')}  rank 1 was ended"), output
+    # The launcher may have asked for its signal before the doctor has.
+    ways = "was ended by SIGKILL after this line|ended without an exception, after this line"
+    place = re.escape(line(text, "all_reduce"))
+    assert re.match(rf" {place}  rank 1 ({ways})", first), output
 
 
 @pytest.mark.full
@@ -66,13 +68,15 @@ def test_a_hang_at_one_line_ends(text, tmp_path):
 
 @pytest.mark.full
 def test_a_group_that_its_members_alone_make(tmp_path):
+    """The next group has another number in each process: they wait for one another in vain."""
     text = """if rank == 0:
-    group = dist.new_group([0])
-dist.barrier()
+    alone = dist.new_group([0])
+both = dist.new_group([0, 1])
+dist.all_reduce(x, group=both)
 """
     output = report(tmp_path, text, code=1)
     assert "all processes must call new_group()" in output, output
-    assert f" {line(text, 'new_group')}  rank 0 waits in new_group" in output, output
+    assert f" {line(text, 'both = ')}  rank 0 waits in new_group" in output, output
 
 
 @pytest.mark.full

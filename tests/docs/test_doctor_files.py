@@ -592,7 +592,7 @@ def processes_of(place):
 def test_signals(place, number):
     job, _ = started(place)
     job.send_signal(signal.Signals["SIG" + number])
-    said, _ = job.communicate(timeout=20)
+    said, _ = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.Signals["SIG" + number], said
     assert "put back as before this run: a, b, c, ckpt/deep/two, ckpt/one, log" in said
     place.assert_unchanged(said)
@@ -604,7 +604,7 @@ def test_one_of_the_doctors_processes_is_killed(place, who):
     job, _ = started(place)
     (child,) = children(job.pid)
     os.kill(job.pid if who == "parent" else child, signal.SIGKILL)
-    said, _ = job.communicate(timeout=20)
+    said, _ = job.communicate(timeout=60)
     assert "put back as before this run: a, b, c" in said
     place.assert_unchanged(said)
     wait_for(lambda: not processes_of(place), 5)
@@ -682,7 +682,7 @@ open("b", "w").write("newer")
     job, _ = started(place, script)
     for name in ("a", "b", "out", "dir/theirs"):
         (place.path / name).write_text("theirs")
-    said, _ = job.communicate(timeout=20)
+    said, _ = job.communicate(timeout=60)
     for name in ("a", "b", "out", "dir/theirs"):
         assert (place.path / name).read_text() == "theirs", (name, said)
     assert not (place.path / "dir/x").exists()
@@ -721,7 +721,7 @@ time.sleep(60)
     for number in (first, 1 - first):
         if how == "ends":
             jobs[number].send_signal(signal.SIGTERM)
-            said.append(jobs[number].communicate(timeout=20)[0])
+            said.append(jobs[number].communicate(timeout=60)[0])
         else:
             kill_both(jobs[number])
             said.append(place.restore())
