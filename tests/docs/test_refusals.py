@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from conftest import PYTHON, ROOT, Job
@@ -12,6 +14,11 @@ from tests.docs.composed import SLURM, write
 from tests.docs.copies import edited
 from tests.docs.ranks import good, run_ranks
 from tests.docs.test_mean_data import NODES
+from tests.launched import cmdline
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.full
@@ -22,8 +29,14 @@ def test_what_mp_spawn_started_ends_with_it(number, ignored, tmp_path):
     path = write(tmp_path, "spawn", features=["workers"], epochs=500)
     job = Job(["env", *ignored, PYTHON, path], tmp_path)
     job.wait_for("epoch 1:")
+    ranks = [pid for pid in job.pids() if parent_of(pid) == job.process.pid]
+    ranks = {pid for pid in ranks if "resource_tracker" not in cmdline(pid)}
     os.kill(job.process.pid, number)
-    code, _ = job.wait(20)  # fails if a process is left
+    deadline = time.monotonic() + 10
+    while (left := ranks & {*job.pids()}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(ranks) == 2 and not left
+    code, _ = job.wait(60)  # fails if a process is left; a worker looks every 5 seconds
     assert code == -number
 
 
