@@ -26,9 +26,10 @@ FIELDS = {
     "end": "error frozen outside",  # of the script; error: "" if it ended well
     "fault": "error",  # of the doctor itself
     # ---- Collectives. shape: of the tensor; number: its sum, of a small one outside of autograd;
+    # changes: how often it was changed in place;
     # gradients: of which optimizer's weights it is the gradient, or None; known: the line that has
     # read what such a small tensor held, or None
-    "collective": "name shape number gradients whole known",
+    "collective": "name shape number changes gradients whole known",
     "sum read": "",  # the result of an all_reduce() at this line was read, too
     "gradient": "one",  # a backward pass went through what all_reduce() changed in place
     "unwaited": "read",  # async_op=True, and read (or never) before wait() was called

@@ -19,13 +19,13 @@ from .run import read
 IDLE, BUSY = 8, 40
 
 
-def examine(args, files, processes, nodes=1):
+def examine(args, files, processes, nodes=1, quiet=False):
     """The Runs of the script, started once, to its end or until it hangs.
 
-    files: the files.Run that keeps what the script touches.
+    files: the files.Run that keeps what the script touches. quiet: its output is not shown.
     """
     folder = tempfile.mkdtemp(prefix="events-", dir=os.fsdecode(files.journal.folder))
-    by = launcher(args, processes)
+    by = Launcher(args, processes)
     settings = {"folder": folder, "script": os.path.abspath(args.script), "nodes": nodes}
     settings |= {"patience": args.patience, "steps": args.steps, "launched": by.is_torchrun}
     name = ["-m", args.script] if args.module else [settings["script"]]
@@ -34,6 +34,8 @@ def examine(args, files, processes, nodes=1):
         [*by.words, HERE, *name, *args.flags],
         env=known | files.env() | {"DOCTOR": json.dumps(settings)},
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if quiet else None,
+        stderr=subprocess.DEVNULL if quiet else None,
     )
     deaths = Deaths(folder)
     stopped = ""
@@ -54,7 +56,7 @@ def examine(args, files, processes, nodes=1):
     return runs
 
 
-class launcher:
+class Launcher:
     """How the script is started: words, and whether they are torchrun's."""
 
     def __init__(self, args, processes):

@@ -11,7 +11,7 @@ from pathlib import Path
 from . import report
 from .files import guarded, restore_dead
 from .judges import comparing, findings
-from .launch import examine, launcher
+from .launch import Launcher, examine
 
 AGAIN, ALONE, SEVERAL = "started again", "one process", "three machines of a process each"
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -107,7 +107,7 @@ class OtherRuns:
         if compared and (args.twice or (well and self.may_resume() and self.time_for(AGAIN))):
             found.append(self.started_again())
         self.of_files = self.files.put_back(args.keep)
-        by_torchrun = compared and launcher(args, args.n).is_torchrun
+        by_torchrun = compared and Launcher(args, args.n).is_torchrun
         trains = by_torchrun and run.noted("step")
         if compared and (args.against_one or (trains and self.time_for(ALONE))):
             found += self.alone()
@@ -119,7 +119,7 @@ class OtherRuns:
     def anew(self, processes, nodes=1):
         """The Runs of a start with the files as they were before the first."""
         self.files.begin()
-        runs = examine(self.args, self.files, processes, nodes)
+        runs = examine(self.args, self.files, processes, nodes, quiet=True)
         self.of_files += [one for one in self.files.put_back() if one not in self.of_files]
         return runs
 
@@ -140,7 +140,7 @@ class OtherRuns:
 
     def started_again(self):
         """With the files that the first run has left."""
-        again = examine(self.args, self.files, self.args.n, self.args.nodes)[0]
+        again = examine(self.args, self.files, self.args.n, self.args.nodes, quiet=True)[0]
         loads = again and again[0].of("load")
         began = "it loaded a file" if loads else "torch.load() was not called: it began anew"
         self.said.append(f"started again: {began}")

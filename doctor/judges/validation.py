@@ -155,21 +155,31 @@ def validations(run):
 
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=False)
 def adds_nothing(run):
-    """A hint: a process that validates items adds 0 each time, and another does not."""
-    sums = [defaultdict(list) for _ in run]
-    for mine, process in zip(sums, run, strict=True):
-        for one in process.passes:
-            for event in called(one, process) if one["validated"] else []:
-                if event["name"] in ("all_reduce", "reduce") and event["number"] is not None:
-                    mine[event["line"]].append(event["number"])
-    items = max((len(one["items"]) for p in run for one in p.passes if one["validated"]), default=0)
+    """A hint: a process that validates items adds 0 each time, and others something.
+
+    Where they add up in place, as in `correct += ...`, it must never have done so: a process may
+    have no right answer. Else a count that comes to 0 is all that is seen of it.
+    """
+    sums = [added(process) for process in run]
     for line in sums[0]:
-        numbers = [mine.get(line, []) for mine in sums]
-        nothing = [rank for rank, said in enumerate(numbers) if said and not any(said)]
-        # A process may have 0 right answers where the others have a few.
-        if nothing and any(number > 0.05 * items for said in numbers for number in said):
-            text = f"rank {nothing[0]} validates items, and adds 0 here each time"
+        calls = [mine.get(line, []) for mine in sums]
+        nothing = [rank for rank, of in enumerate(calls) if of and not any(n for n, _ in of)]
+        in_place = any(changes for of in calls for _, changes in of)
+        idle = [rank for rank in nothing if not in_place or not any(c for _, c in calls[rank])]
+        if idle and any(n for of in calls for n, _ in of):
+            text = f"rank {idle[0]} validates items, and adds 0 here each time"
             return Finding(line, text)
+    return None
+
+
+def added(process):
+    """{line: [(number, changes)]} of the sums over all processes that its validations end with."""
+    found = defaultdict(list)
+    for one in process.passes:
+        for event in called(one, process) if one["validated"] else []:
+            if event["name"] in ("all_reduce", "reduce") and event["number"] is not None:
+                found[event["line"]].append((event["number"], event["changes"]))
+    return found
 
 
 @judge("validates", "batchnorm-statistics-of-ones-own", certain=False)

@@ -42,6 +42,7 @@ def wrap_collective(torch, name):
             name=name,
             shape=None if tensor is None else [str(tensor.dtype), *tensor.shape],
             number=sum_of_small(torch, tensor),
+            changes=None if tensor is None or tensor.is_inference() else tensor._version,
             gradients=None if tensor is None else is_gradient(tensor),
             whole=group is None or group == dist.group.WORLD,
             known=known_at(tensor) if name in ("all_reduce", "reduce") else None,

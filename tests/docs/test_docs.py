@@ -99,6 +99,7 @@ TESTED = {
     SCRIPT: "docs/test_docs.py::test_flags_of_a_script",
     NODE: "docs/test_docs.py::test_two_nodes",
     r"python doctor .*": "docs/test_doctor.py::test_the_example_of_the_page",
+    r"python tests/docs/mutant_runs\.py FOLDER": "docs/test_doctor_mutants.py::test_the_command",
     r"python doctor\.py": "docs/test_doctor_ends.py::test_the_old_name",
     GENERATORS: "docs/test_docs.py::test_generators_change_nothing",
     rf"diff ({SCRIPTS})\.py ({SCRIPTS})\.py": "docs/test_diffs.py::test_scripts_differ",

@@ -1,6 +1,10 @@
 """Mistakes that nobody has listed: the doctor names mutants of right scripts. See mutants.py."""
 
+import json
+import sys
+
 import pytest
+from conftest import ROOT, run
 
 from tests.docs.mutant_runs import SCRIPTS, Script, diagnosed, measure, named
 from tests.docs.mutants import mutants
@@ -63,6 +67,14 @@ def test_the_doctor_names_mutants_that_one_process_does_not_show(folder):
         flags = [] if word == "hint" else ["--quick"]
         report = diagnosed(folder, flags, mutant.text)
         assert named(mutant, report, script.known) == word, report["said"]
+
+
+@pytest.mark.full
+def test_the_command_of_the_page(folder):
+    command = [sys.executable, ROOT / "tests/docs/mutant_runs.py", folder, "by_hand"]
+    run([*command, "--limit", "1", "--quick"], cwd=folder.parent)
+    (row,) = json.loads((folder / "by_hand.json").read_text())
+    assert row["name"] and row["kind"] in ("alone", "counts", "right", "fails")
 
 
 # Of other scripts: what judges one process's gradients and numbers, shards, and an average.
