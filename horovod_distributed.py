@@ -10,16 +10,17 @@ import sys
 import torch
 from torch.nn.functional import cross_entropy
 
-from common.device import end_with_parent, own_cores, set_up_device
 from common.images import image_folders
-from common.loader import TrainSampler, seed_step, start_loader
+from common.loader import TrainSampler, end_with_parent, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy
-from common.model import build_model
 from common.prefetcher import Prefetcher
-from longrun.arguments import ArgumentParser, bounded, user_errors
+from longrun.arguments import ArgumentParser, bounded
 from longrun.checkpoint import Run
-from longrun.process import StopRequest
+from longrun.device import own_cores, set_up_device
+from longrun.messages import user_errors
+from longrun.model import build_model
 from longrun.report import ProgressMeter, print_banner, print_end
+from longrun.signals import StopRequest
 from longrun.watch import Watch
 from longrun.weights import load_weights
 

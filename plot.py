@@ -11,7 +11,8 @@ import os
 import shutil
 import sys
 
-from longrun.arguments import ArgumentParser, printable, show, user_errors
+from longrun.arguments import ArgumentParser
+from longrun.messages import printable, show, user_errors
 
 # What is drawn in one panel; any other number in a row has a panel of its own.
 PANELS = {

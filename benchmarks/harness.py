@@ -17,8 +17,9 @@ from statistics import median
 
 import torch
 
-from common.device import end_with_parent, own_cores
-from longrun.arguments import user_errors
+from common.loader import end_with_parent
+from longrun.device import own_cores
+from longrun.messages import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGENET_IMAGES = 1281167

@@ -28,10 +28,10 @@ from benchmarks.harness import (
 )
 from benchmarks.others import installed
 from benchmarks.photographs import photographs
-from common.archives import ImageArchive
 from common.images import ImageFolder, RandomCrop
 from common.loader import Seeded, TrainSampler, start_loader
 from common.prefetcher import MEAN, STD, Prefetcher
+from recipes.archives import ImageArchive
 
 NAMES = {
     "usual": "usual recipe: PIL, normalised floats from the workers",

@@ -16,6 +16,7 @@ from PIL import Image
 from torchvision import datasets
 
 import common.images
+import recipes.archives
 from benchmarks.harness import (
     CORES,
     Contestant,
@@ -26,7 +27,6 @@ from benchmarks.harness import (
     spread,
 )
 from benchmarks.loader import one_pixel, our_loader, usual_loader
-from common.archives import ImageArchive
 from common.images import ImageFolder
 
 CONTESTANTS = ["usual recipe", "ours", "ours, an archive"]
@@ -101,12 +101,12 @@ def read_all(connection, name, root, args):
     start = clock()
     if name == "ours, an archive":
         common.images.decode = lambda data, choose: image
-        common.archives.read_member = lambda *place: b""
+        recipes.archives.read_member = lambda *place: b""
         torch.hub.set_dir(str(Path(root).with_name("hub")))  # the index is kept beside it
         shutil.rmtree(Path(root).with_name("archives"), ignore_errors=True)
-        ImageArchive([f"{root}.tar"], "train", one_pixel)
+        recipes.archives.ImageArchive([f"{root}.tar"], "train", one_pixel)
         answer["index_s"], start = clock() - start, clock()
-        dataset = ImageArchive([f"{root}.tar"], "train", one_pixel)
+        dataset = recipes.archives.ImageArchive([f"{root}.tar"], "train", one_pixel)
     elif name == "ours":
         ImageFolder.read = lambda dataset, index: b""
         common.images.decode = lambda data, choose: image

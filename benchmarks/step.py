@@ -32,8 +32,9 @@ from benchmarks.harness import (
 )
 from benchmarks.resident import ResidentLoader
 from benchmarks.roofline import roofline
-from common.device import keep_memory, set_threads
-from common.model import build_model
+from common.loader import keep_memory
+from longrun.device import set_threads
+from longrun.model import build_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 A_DAY = 86400  # seconds

@@ -6,7 +6,4 @@ loader      the order of the images, the workers that read them, and their rando
 batches     how images become a batch, and how that comes from a worker to the training process
 prefetcher  from batches in host memory to batches on the device, images normalised
 metrics     AverageMeter, accuracy and reduce_mean
-device      which GPU, how many CPU cores and how much memory a process uses
-model       the model that --arch names
-archives    images in tar archives; no script reads them before recipes/archives.diff is applied
 """

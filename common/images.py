@@ -81,8 +81,7 @@ class ImageFolder(Dataset):
     def __init__(self, root, transform):
         self.root, self.transform = root, transform
         if not os.path.isdir(root):
-            needs = "--data needs train/ and val/ in it; for archives see recipes/archives.diff"
-            raise ValueError(f"no folder {root}: {needs}")
+            raise ValueError(f"no folder {root}: train/ and val/ must hold a folder per class")
         entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
         self.classes = in_order(entry.name for entry in entries if entry.is_dir())
         if not self.classes:
@@ -236,7 +235,7 @@ def digits_folder(parent="data"):
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ValueError("no --data: the digits need pip install scikit-learn") from None
+        raise ValueError("the built-in digits need pip install scikit-learn") from None
     os.makedirs(parent, exist_ok=True)
     partial = tempfile.mkdtemp(prefix="digits.", dir=parent)  # of this process alone
     os.chmod(partial, 0o755)  # mkdtemp lets nobody else read

@@ -1,12 +1,16 @@
 """What a run of days needs beside common/, which imports nothing from here.
 
-arguments   the command line, and errors that a user can cause: one line, exit code 2
+arguments   the command line: flags with their limits
+messages    what a process says: lines, and the one line on an error that a user can cause
+device      which GPU, and how many CPU cores, a process uses
+model       the model that --arch names
+weights     those that it starts from: torchvision's, or a file's
 checkpoint  where a run stands; checkpoints are written, found and read here
 files       files that are whole or not there; the lines of metrics.jsonl
+locks       locks on files, which a process holds until it ends
 report      what a run prints: banner, progress, an epoch's line, the end
-weights     those that a model starts from: torchvision's, or a file's
 watch       ends a process that fails or hangs, and says where it was
-process     signals that ask a run to stop
+signals     those that ask a run to stop
 rendezvous  the ranks that a launcher sets
 spawn, slurm, sharded: for multiprocessing_, distributed_slurm_main and fsdp_distributed alone
 """

@@ -1,6 +1,5 @@
 """Where a training run stands, and the checkpoints from which it goes on."""
 
-import fcntl
 import io
 import json
 import math
@@ -16,8 +15,9 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .arguments import first_line
 from .files import append_line, cut_lines, json_line, whole_file
+from .locks import lock_folder
+from .messages import first_line
 from .report import print_epoch
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
@@ -348,26 +348,6 @@ def check_whole(file):
                 raise zipfile.BadZipFile("a checksum does not match")
     except Exception as error:  # each kind of damage raises another one
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
-
-
-def lock_folder(folder):
-    """Make a folder, and lock it until this process ends, or closes the file descriptor returned.
-
-    Raises ValueError where another process has locked it, and where it cannot be made.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        lock = os.open(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ValueError(f"--checkpoint-dir {folder}: {error.strerror}") from None
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
-    except (BlockingIOError, PermissionError):
-        message = f"another run is writing to {folder}: choose another --checkpoint-dir"
-        raise ValueError(message) from None
-    except OSError:
-        pass  # a file system without locks
-    return lock
 
 
 def fingerprint(dataset):

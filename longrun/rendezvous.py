@@ -3,9 +3,9 @@
 import os
 import socket
 
-from common.device import end_with_parent
+from common.loader import end_with_parent
 
-from .arguments import tell
+from .messages import tell
 
 GROUP_OF_ONE = {  # for plain python: what torchrun would set for a single process
     "RANK": "0",

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from tqdm import tqdm
 
-from .arguments import tell, tell_torchrun
+from .messages import tell, tell_torchrun
 
 BAR = "{desc} {bar} {n}/{total} {remaining}"
 NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}  # of scores, as they are printed

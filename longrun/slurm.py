@@ -7,9 +7,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.device import end_with_parent
+from common.loader import end_with_parent
 
-from .arguments import first_line
+from .messages import first_line
 
 
 class SrunTask:

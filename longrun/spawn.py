@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 
 import torch.multiprocessing as mp
 
-from common.device import SIGNALS, end_with_parent
+from common.loader import SIGNALS, end_with_parent
 
 
 def run_child(index, main, *args):

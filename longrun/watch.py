@@ -11,7 +11,7 @@ import traceback
 
 import torch
 
-from .arguments import first_line, say
+from .messages import first_line, say
 
 NATIVE = 30  # seconds more for a hang in native code that lets no Python run
 

@@ -10,10 +10,9 @@ from collections import Counter
 import torch
 from torchvision import models
 
-from common.device import locked
-
-from .arguments import first_line, tell
 from .checkpoint import KEYS, check_whole
+from .locks import locked
+from .messages import first_line, tell
 
 # Where others keep the weights in their checkpoints. Averaged ones come first: these were scored.
 PLACES = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")

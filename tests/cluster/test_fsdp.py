@@ -41,7 +41,7 @@ def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_p
     """Without channels_last, which FSDP does not take."""
     for room in ("common", "longrun"):
         shutil.copytree(ROOT / room, tmp_path / room)
-    path, faster = tmp_path / "common/model.py", "net = net.to(memory_format=torch.channels_last)"
+    path, faster = tmp_path / "longrun/model.py", "net = net.to(memory_format=torch.channels_last)"
     assert path.read_text().count(faster) == 1
     path.write_text(path.read_text().replace(faster, "pass"))
     flags = "--arch resnet18 --image-size 32 --batch-size 32 --max-steps 6 -j 0".split()

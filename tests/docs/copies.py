@@ -44,7 +44,7 @@ def patched(path, diff, *flags):
 def copy(folder, *recipes, script="distributed", edits=()):
     """A copy of a full script with recipes and edits, and with both rooms beside it; its path."""
     folder.mkdir(exist_ok=True)
-    for room in ("common", "longrun"):
+    for room in ("common", "longrun", "recipes"):
         (folder / room).symlink_to(ROOT / room)
     path = Path(shutil.copy(ROOT / f"{script}.py", folder))
     assert all(patched(path, f"recipes/{name}.diff") for name in recipes)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import zipfile
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from common.loader import Seeded
 from common.metrics import AverageMeter, accuracy
-from common.model import build_model
+from longrun.model import build_model
 from tests import nets
 from tests.docs.copies import copy, edited
 from tests.docs.ranks import good, run_ranks
@@ -158,6 +159,46 @@ def test_each_module_can_be_imported_alone(tmp_path):
     names = [path.stem for path in (ROOT / "common").glob("[a-z]*.py")]
     assert names
     run([PYTHON, "-c", IMPORTS, *names], tmp_path, env={"PYTHONPATH": str(ROOT)})
+
+
+ALONE = """
+import torch
+import torch.distributed as dist
+from common.images import image_folders
+from common.loader import TrainSampler, seed_step, start_loader
+from common.metrics import AverageMeter, accuracy, reduce_mean
+from common.prefetcher import Prefetcher
+
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+train_set, val_set = image_folders(None, 24)  # or a folder with train/ and val/ in it
+sampler = TrainSampler(len(train_set), 64, rank=0, world_size=1, seed=0)
+loader = start_loader(train_set, sampler, 64, 2, torch.device("cpu"), seed=0)
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 24 * 24, 10))
+optimizer, meter = torch.optim.SGD(model.parameters(), lr=0.01), AverageMeter("acc@1")
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    meter.reset()
+    for step, (images, target) in enumerate(Prefetcher(loader, torch.device("cpu"))):
+        seed_step(0, epoch, step, rank=0)
+        output = model(images)
+        torch.nn.functional.cross_entropy(output, target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.update(reduce_mean(accuracy(output, target)[0], 1).item(), len(target))
+print(meter.count, meter.avg)
+dist.destroy_process_group()
+"""
+
+
+def test_common_is_copied_alone(tmp_path):
+    """Into a project that has no `args`, and no flags that an error could name."""
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    (tmp_path / "train.py").write_text(ALONE)
+    count, accuracy = run([PYTHON, "train.py"], tmp_path).split()
+    assert int(count) == 1437 // 64 * 64 and float(accuracy) > 30
+    for path in (ROOT / "common").glob("*.py"):
+        code = path.read_text()
+        assert not re.search(r"\bargs\.|[\"' ]--\w", code), path
 
 
 @pytest.mark.parametrize("classes", [4, 5, 30])

@@ -16,7 +16,7 @@ def test_a_mistake_is_one_line(name, work, tmp_path):
     launched = repeated or name == "horovod"
     job = start(name, tmp_path / "c", work, "--data", "nowhere")
     output = job.finish(code=1 if launched else 2)
-    message = "error: no folder nowhere/train: --data needs "
+    message = "error: no folder nowhere/train: train/ and val/ must "
     assert output.count(f"  traceback : {message}") == repeated, output
     assert output.count("error: ") == output.count(message) == 1 + repeated, output
     assert launched or (output.startswith(message) and output.count("\n") == 1), output

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision import models
 
-from common.model import build_model
+from longrun.model import build_model
 
 # What does not take 64 pixels, and the size that it does take.
 SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}

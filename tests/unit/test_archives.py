@@ -18,9 +18,9 @@ from scipy.io import savemat
 from torch.utils.data import DataLoader
 from torchvision.datasets import imagenet
 
-from common import archives as module
-from common.archives import image_folders
 from common.images import image_folders as plain
+from recipes import archives as module
+from recipes.archives import image_folders
 from tests.unit.child import forked
 
 PARTS = ("train", "val")

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from longrun.arguments import ArgumentParser, say, tell, user_errors
+from longrun.arguments import ArgumentParser
+from longrun.messages import say, tell, user_errors
 
 
 def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):

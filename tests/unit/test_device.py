@@ -7,7 +7,7 @@ import joblib
 import pytest
 import torch
 
-from common.device import own_cores, set_threads, set_up_device
+from longrun.device import own_cores, set_threads, set_up_device
 from tests.unit.child import Child
 
 
@@ -71,7 +71,7 @@ def test_gpus_and_processes(monkeypatch):
 
 ONE_GPU = """
 import time, types, torch
-from common.device import set_up_device
+from longrun.device import set_up_device
 
 torch.cuda.device_count = lambda: 1
 torch.cuda.set_device = lambda device: None

@@ -96,7 +96,7 @@ def test_global_batches_are_the_same_for_every_world_size(length):
 
 
 def test_a_batch_size_that_does_not_divide():
-    with pytest.raises(ValueError, match="--batch-size 30 does not divide by 4 processes: try 32"):
+    with pytest.raises(ValueError, match="a batch of 30 does not divide by 4 processes: try 32"):
         TrainSampler(64, 30, 0, 4, 0)
 
 
@@ -255,7 +255,7 @@ def test_a_batch_that_cannot_be_sent_ends_the_loader():
 
 START = """
 import os, resource, time, torch
-from longrun.arguments import user_errors
+from longrun.messages import user_errors
 from common.loader import start_loader
 
 class Slow(list):
@@ -292,7 +292,7 @@ def test_a_crowded_machine(tmp_path):
     total, line = output.splitlines()
     assert total == "tensor(780)"
     reason = "No space left on device (of processes, open files or /dev/shm)"
-    assert line == f"error: --workers 9: {reason}: give fewer, or 0"
+    assert line == f"error: 9 workers: {reason}: give fewer, or 0"
 
 
 NOTEBOOK = """

@@ -41,7 +41,7 @@ def mistake(work, tmp_path, monkeypatch, capfd):
 
 
 CASES = {
-    "--data nowhere": "no folder nowhere/train: --data needs train/ and val/ in it",
+    "--data nowhere": "no folder nowhere/train: train/ and val/ must hold a folder per class",
     "-b 2000": "1437 images to train do not fill one --batch-size 2000",
     "-a resnet19": "unknown --arch resnet19: give package.module:callable or one of ",
     "-a nowhere:net": "cannot build nowhere:net for 10 classes and --image-size 24: ModuleNotFound",

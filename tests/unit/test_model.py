@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.model import build_model
+from longrun.model import build_model
 from tests import nets
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from tests.unit.child import Child
 IMPORTS = """
 import atexit, os, signal, sys, time
 import torch.multiprocessing as mp
-from longrun.process import StopRequest
+from longrun.signals import StopRequest
 from longrun.spawn import run_child, supervise
 
 atexit.register(print, "orderly")

@@ -7,9 +7,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torchvision import models
 
-
-def _first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+from .messages import first_line
 
 
 def build_model(args, num_classes, device, example=None):
@@ -91,4 +89,4 @@ def _one_line(problem):
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{problem}: {type(error).__name__}: {_first_line(error)}") from error
+        raise ValueError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error

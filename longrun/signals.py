@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 
-from common.device import SIGNALS
+from common.loader import SIGNALS
 
 
 class StopRequest:

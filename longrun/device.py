@@ -1,17 +1,10 @@
 """Which GPU and how many CPU cores a process uses."""
 
-import contextlib
-import ctypes
-import fcntl
-import multiprocessing
 import os
-import signal
 import socket
 
 import joblib
 import torch
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # ask a run to stop
 
 
 def own_cores(local_world_size):
@@ -85,40 +78,3 @@ def set_threads(local_world_size):
     wished = threads.isdecimal() and int(threads) > (1 if local_world_size > 1 else 0)
     cores = min(int(threads), os.cpu_count()) if wished else own_cores(local_world_size)
     torch.set_num_threads(cores)
-
-
-def keep_memory():
-    """Let this process, and those it forks, keep what they free for what comes next.
-
-    By default glibc's malloc() gives large blocks back to the kernel, and gets them anew, zeroed,
-    by a page fault for every 4 KB: a tenth of a worker's time, and on a CPU four fifths of the time
-    in which a batch is normalised.
-    """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-4, 0)  # M_MMAP_MAX: no block outside of the heap,
-    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
-
-
-@contextlib.contextmanager
-def locked(path):
-    """Run the block in one process at a time, by a lock on a file that may be new.
-
-    Where that cannot be written, or the file system has no locks, nobody waits.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
-        yield
-
-
-def end_with_parent():
-    """Let the kernel, Linux, kill this process when the one that started it is gone.
-
-    A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write
-    to the folder that the next run uses.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # The parent may have died before that line, during our imports.
-    parent = multiprocessing.parent_process()  # None below a launcher of another kind
-    if parent and parent.pid != os.getppid():
-        os._exit(1)
