@@ -79,7 +79,7 @@ def noted(is_available):
 
 
 def always(owner, name, **changed):
-    """Call it with other arguments, where they are given or must not be."""
+    """Call it with these arguments, whatever was given."""
     real = getattr(owner, name)
     takes = inspect.signature(real)
 

@@ -26,24 +26,27 @@ FIELDS = {
     "end": "error frozen outside",  # of the script; error: "" if it ended well
     "fault": "error",  # of the doctor itself
     # ---- Collectives. shape: of the tensor; number: its sum, of a small one outside of autograd;
-    # changes: how often it was changed in place;
-    # gradients: of which optimizer's weights it is the gradient, or None; known: the line that has
-    # read what such a small tensor held, or None
-    "collective": "name shape number changes gradients whole known",
+    # changes: how often it was changed in place; gradients: "wrapped" or "own" if it is that of a
+    # weight, see optimizers.is_gradient(), or None; whole: among all processes; known: the line
+    # that has read what such a small tensor held, or None; set: the line of a loop over a set of
+    # strings, in which it is called, or None
+    "collective": "name shape number changes gradients whole known set",
     "sum read": "",  # the result of an all_reduce() at this line was read, too
     "gradient": "one",  # a backward pass went through what all_reduce() changed in place
     "unwaited": "read",  # async_op=True, and read (or never) before wait() was called
     # ---- Models
     "wrap": "frozen",  # DDP has wrapped a model; frozen: names of weights without a gradient
-    "synced": "",  # SyncBatchNorm was asked for
+    "synced": "",  # SyncBatchNorm was asked for, where there is no GPU
     "forward": "trains training wrapped modes",  # training: its mode; modes: see models.modes()
     "backward": "",
-    # The first pass of a model without gradients since the last step: sums of its tensors by name.
+    # The first pass of a model without gradients since a step that was looked at: sums of its
+    # tensors by name.
     "validates": "training weights buffers wrapped modes",
     # ---- Training
-    # order: what was done since the last step, by model; own: sums of weights that DDP does not
-    # know, ours: their number; random: states by library; zeroed: calls of zero_grad();
-    # squares: the sum of those of the gradients, of the first steps
+    # weights: sums of those that DDP has wrapped, as "MODEL.NAME"; order: what was done since the
+    # last step, by model; own: sums of weights that DDP does not know, ours: their number; random:
+    # states by library; zeroed: calls of zero_grad(); squares: the sum of squared gradients, of
+    # plain weights and of divided ones, in the first three steps
     "step": "weights own order lr random zeroed optimizer ours squares",
     "mean": "counted",  # a mean of a loss, over so many numbers
     "clip": "scaled",  # gradients are clipped; scaled: by a GradScaler, until unscale_()
@@ -51,16 +54,21 @@ FIELDS = {
     "rate": "number done",  # a schedule's step
     "plateau": "value",
     "seed": "seed",
-    # ---- Data. See wrappers/loaders.py.
+    # ---- Data
+    # A pass over a DataLoader. number: of the pass; made, sampler: the lines where the loader and
+    # its sampler were made; batches, length, size: lengths of the loader, the sampler, the data,
+    # None of a stream; classes: names by number, or None; padding: how many items the sampler
+    # repeats; trims: Accelerate cuts those off; drops: drop_last; the others are the sampler's.
     "pass": "number made batches workers size sampler length seed epoch rank num_replicas shuffle "
     "padding trims drops stream classes",
+    # items: [name, sum of the label, sum of the image] each; grad: read with gradients enabled
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass
     "drew": "of",  # a worker of a loader drew random numbers of this library for an item
     # ---- Files
     "save": "path of_wrapped parts",  # parts: of tensors that FSDP has divided
     "load": "path",
-    "prints": "words numbers",  # a line with numbers; words: without them
+    "prints": "words numbers",  # a line with numbers; words: what is between them
     "above 100 %": "",  # printed
 }
 FIELDS = {kind: frozenset(names.split()) for kind, names in FIELDS.items()}
@@ -75,7 +83,7 @@ class Record:
 
     pid = None
 
-    def __init__(self):  # folder, script, nodes, patience, steps: see launch.examine()
+    def __init__(self):  # folder, script, nodes, patience, steps, launched: see launch.examine()
         self.__dict__ |= json.loads(os.environ.get("DOCTOR", "{}"))
 
     def open(self):
@@ -87,7 +95,7 @@ class Record:
 
 RECORD = Record()
 HERE = os.path.dirname(os.path.abspath(__file__))
-LIBRARIES = ("<", os.path.dirname(os.__file__), HERE)
+LIBRARIES = ("<", os.path.dirname(os.__file__) + os.sep, HERE + os.sep)
 
 
 def note(kind, **facts):
@@ -135,5 +143,5 @@ def total(tensor):
 
 
 def is_plain(tensor):
-    """Not a part of a tensor that lies on several processes: to add that up is a collective."""
+    """False for a DTensor, of which each process has a part: to add that up is a collective."""
     return not hasattr(tensor, "placements")

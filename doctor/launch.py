@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -17,6 +18,8 @@ from .run import read
 
 # How often the patience of all waiting: where one process is idle elsewhere, or computes.
 IDLE, BUSY = 8, 40
+# torch's, not numpy's SeedSequence.spawn(). Where this misses one, "spawns" is noted.
+SPAWNS = re.compile(r"\b(mp|multiprocessing)\.spawn\(|(?<![\w.])spawn\(")
 
 
 def examine(args, files, processes, nodes=1, quiet=False):
@@ -61,7 +64,7 @@ class Launcher:
 
     def __init__(self, args, processes):
         text = "" if args.module else Path(args.script).read_text(errors="replace")
-        own = args.starts_its_own or "spawn(" in text
+        own = args.starts_its_own or bool(SPAWNS.search(text))
         self.is_torchrun = not (args.by or own)
         self.words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         self.words += [f"--nproc-per-node={processes}"]

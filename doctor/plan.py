@@ -32,7 +32,7 @@ def parse_args():
     add("--twice", action="store_true", help="start it again, however long it takes")
     add("--steps", type=int, metavar="N", help="end each pass over a loader after N batches")
     add("--patience", type=int, default=15, metavar="S", help="a hang stands still so long (15)")
-    add("--keep", action="store_true", help="leave the files that the script writes")
+    add("--keep", action="store_true", help="leave the new files that the script writes")
     restore = "put back what a doctor that was killed has left, and do nothing else"
     add("--restore", nargs=0, action=Restore, help=restore)
     add("--json", metavar="FILE", help="write what was found into a file, too")
@@ -47,6 +47,8 @@ def parse_args():
 
 def check(parser, args):
     """Exit with one line, before anything is started, if it cannot be."""
+    if args.n < 1 or args.nodes < 1 or args.n % args.nodes:
+        parser.error(f"-n {args.n} --nodes {args.nodes}: each machine needs as many processes")
     if not args.module and not os.path.isfile(args.script):
         parser.error(f"{args.script} is no file")
     text = "" if args.module else Path(args.script).read_text(errors="replace")
@@ -108,8 +110,10 @@ class OtherRuns:
             found.append(self.started_again())
         self.of_files = self.files.put_back(args.keep)
         by_torchrun = compared and Launcher(args, args.n).is_torchrun
-        trains = by_torchrun and run.noted("step")
-        if compared and (args.against_one or (trains and self.time_for(ALONE))):
+        if args.against_one and not by_torchrun:
+            self.said.append("not compared with one process: the script starts its own")
+        asked = args.against_one or (run and run.noted("step") and self.time_for(ALONE))
+        if by_torchrun and asked:
             found += self.alone()
         usual = args.n == 2 and args.nodes == 1 and not self.gpus()
         if by_torchrun and well and usual and self.time_for(SEVERAL, 1.5):
@@ -117,7 +121,7 @@ class OtherRuns:
         return [one for one in found if one]
 
     def anew(self, processes, nodes=1):
-        """The Runs of a start with the files as they were before the first."""
+        """The Runs of a start with the files as they were before, but for new ones with --keep."""
         self.files.begin()
         runs = examine(self.args, self.files, processes, nodes, quiet=True)
         self.of_files += [one for one in self.files.put_back() if one not in self.of_files]

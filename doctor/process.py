@@ -71,7 +71,7 @@ def main_thread():
         file = frame.f_code.co_filename
         reads |= file.endswith("torch/utils/data/dataloader.py")
         if inner and file == wrappers:
-            waits = frame.f_locals.get("words") or waits  # of wrap(): the outermost call
+            waits = frame.f_locals.get("doctor_waits_in") or waits  # of wrap(): the outermost call
         inner &= not is_users(file)  # a model's own code, called by DDP, waits for nobody
         frame = frame.f_back
     return line, waits, reads

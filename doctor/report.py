@@ -4,7 +4,7 @@ import json
 import signal
 from pathlib import Path
 
-LAUNCHERS = (signal.SIGTERM, signal.SIGKILL)  # by which a launcher ends the others
+ENDED = (signal.SIGTERM, signal.SIGKILL)  # by which a launcher ends the others
 
 
 def failed(runs):
@@ -17,7 +17,7 @@ def failed(runs):
                 late = "closed by peer" in error or "reset by peer" in error
                 text = f"{process.end['line']}  rank {rank} failed: {error.splitlines()[0][:99]}"
                 said.append((late, text))
-            elif died and (died["order"] == 0 or died["signal"] not in LAUNCHERS):
+            elif died and (died["order"] == 0 or died["signal"] not in ENDED):
                 line = process.events[-1]["line"] if process.events else "?"
                 said.append((False, f"{line}  rank {rank} {how_it_died(died['signal'])}"))
     return [text for _, text in sorted(said, key=lambda one: one[0])]
@@ -96,12 +96,13 @@ def tell(runs, found, seconds, said=(), file=None):
         print(f" {one.line}  {hint}{one.text}  → {page_of(one.place)}")
     if any(page_of(one.place).startswith("docs/bugs.md") for one in found):
         print(" in the diffs of that page - is right, + is the mistake")
-    for fault in sorted({e["error"] for one in runs for p in one for e in p.of("fault")}):
+    for fault in sorted({fault for one in runs for fault in one.faults}):
         print(f" the doctor failed, and may have missed something: {fault}")
     if run:
-        steps, calls = (len(run[0].of(kind)) for kind in ("step", "collective"))
-        seen = f"{steps} steps, {len(run[0].passes)} passes over loaders, {calls} collectives"
-        print(f" looked at {len(run)} processes, each: {seen}; {seconds:.0f} s")
+        steps = len(run[0].of("step"))
+        seen = [seen_of(process) for process in run]
+        who = "each" if len({*seen}) == 1 else "rank 0"
+        print(f" looked at {len(run)} processes, {who}: {seen[0]}; {seconds:.0f} s")
         if steps and len(run.rounds("trained")) == 1:
             print(" one epoch was seen: give two, and the orders of their items are compared")
     for line in filter(None, [not_compared(run), *said]):
@@ -115,6 +116,11 @@ def tell(runs, found, seconds, said=(), file=None):
     if why or run.stopped or (run.code and not well):
         return 3
     return 2 if unseen else 0
+
+
+def seen_of(process):
+    steps, calls = (len(process.of(kind)) for kind in ("step", "collective"))
+    return f"{steps} steps, {len(process.passes)} passes over loaders, {calls} collectives"
 
 
 def page_of(place):

@@ -32,6 +32,10 @@ class Run(list):
     code = 0  # the launcher's exit code
     stopped = ""  # why the doctor has ended the run, in words
 
+    def __init__(self, processes=()):
+        super().__init__(processes)
+        self.faults = [event["error"] for process in self for event in process.of("fault")]
+
     def rows(self, kind):
         """The n-th events of a kind in all processes."""
         return list(zip(*(process.of(kind) for process in self), strict=False))
@@ -64,8 +68,11 @@ class Run(list):
                 model, _, name_there = name.partition(".")
                 if any(event["weights"].get(name, value) != value for event in row):
                     cause = before.get(model, row)
-                    return [e | {"name": name_there, "order": e["order"][model]} for e in cause]
-            before |= dict.fromkeys(row[0]["order"], row)
+                    orders = [event["order"].get(model, []) for event in cause]
+                    found = zip(cause, orders, strict=True)
+                    return [e | {"name": name_there, "order": order} for e, order in found]
+            if all(event["order"].keys() == row[0]["order"].keys() for event in row):
+                before |= dict.fromkeys(row[0]["order"], row)
         return None
 
 
@@ -112,7 +119,7 @@ def passes_of(events):
     passes, now = {}, None
     for event in events:
         if event["kind"] == "pass":
-            new = {"items": [], "read": 0, "backwards": 0, "cut": False}
+            new = {"items": [], "read": 0, "backwards": 0, "cut": False, "forward": None}
             passes[event["number"]] = event | new | {"trained": False, "validated": False}
         elif event["kind"] == "cut" and event["number"] in passes:
             passes[event["number"]]["cut"] = True
@@ -123,9 +130,12 @@ def passes_of(events):
             now["last"] = event["place"]
             now["validated"] |= not event["grad"]
         elif now:
+            if event["kind"] == "forward":
+                now["forward"] = now["forward"] or event
             now["trained"] |= event["kind"] == "backward"
             now["backwards"] += event["kind"] == "backward"
             now["validated"] |= event["kind"] == "forward" and not event["trains"]
+            now["validated"] |= event["kind"] == "validates"
     for one in passes.values():
         one["validated"] &= not one["trained"]
         one["whole"] = one["read"] == one["batches"]

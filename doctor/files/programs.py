@@ -19,7 +19,9 @@ from .journal import seen
 
 READ_ONLY = """nvidia-smi rocm-smi uname lscpu lspci ls cat head tail grep find du df wc which file
 ldconfig hostname id ps free getconf nproc numactl echo printf test true false sleep date stat
-md5sum sha256sum gcc g++ cc c++ clang clang++ nvcc ninja ld as ptxas""".split()
+md5sum sha256sum""".split()
+COMPILERS = "gcc g++ cc c++ clang clang++ nvcc ld as ptxas".split()  # they write what -o names
+FINDS_AND_DOES = {"-delete", "-exec", "-execdir", "-ok", "-okdir", "-fprint", "-fprintf", "-fls"}
 REMOVES = ("rm", "rmdir", "unlink", "shred", "mv")
 COPIES = ("cp", "install", "ln", "rsync", "scp")
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
@@ -47,8 +49,14 @@ def hand_on(env):
     """The variables by which a Python program gets the hook."""
     for name in ("DOCTOR_FILES", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
         value = os.environ.get(name)
-        if value and name not in env and name.encode() not in env:
-            env[name] = value
+        key = name.encode() if name.encode() in env else name
+        if value and key not in env:
+            env[key] = value
+        elif value and name == "PYTHONPATH":  # of its own: our folder comes first
+            theirs, ours = os.fsdecode(env[key]), value.partition(os.pathsep)[0]
+            if ours not in theirs.split(os.pathsep):
+                both = os.pathsep.join(filter(None, [ours, theirs]))
+                env[key] = both.encode() if isinstance(env[key], bytes) else both
 
 
 def starts(process, words, cwd):
@@ -93,15 +101,20 @@ def will_run(keeper, skips, words, into, cwd):
     for path in named_by(into, cwd):
         if not skips(path):
             keep(keeper, path, "writes")
-    if not words or name in READ_ONLY or has_hook(words):
+    reads = name in READ_ONLY and not (name == "find" and FINDS_AND_DOES & {*words})
+    if not words or reads or has_hook(words):
         return
-    keeper.journal.append({"do": "program", "name": name})
+    named = words[1:]
+    if name in COMPILERS and "-o" in words:
+        named = [file for flag, file in zip(words, named, strict=False) if flag == "-o"]
+    else:
+        keeper.journal.append({"do": "program", "name": name})
     if name == "cd":
         return
-    paths = [path for path in named_by(words[1:], cwd) if not skips(path)]
+    paths = [path for path in named_by(named, cwd) if not skips(path)]
     if name in COPIES:
         paths = targets(paths)
-    how = "removes" if name in REMOVES else "writes"
+    how = "removes" if name in REMOVES or "-delete" in words else "writes"
     for path in paths:
         keep(keeper, path, how)
     if name == "mv":

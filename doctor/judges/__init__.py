@@ -57,7 +57,6 @@ ABOUT = {
     "apart": lambda run: [row for row in [run.apart()] if row],  # before the weights differ
     "plateau": lambda run: run.rows("plateau"),
     "validates": lambda run: run.rows("validates"),
-    "forward": lambda run: run.rows("forward"),
     "means": means_by_line,  # all rows of means that one line takes
     "gradient": of_the_first("gradient"),  # a row with the event of rank 0 alone
     "clip": of_the_first("clip"),
@@ -81,9 +80,9 @@ def findings(runs, others=()):
         if len(run) > 1 and run.noted("group"):
             found += judged(run)
     once = {}
-    for finding in [*found, *others]:
+    for finding in sorted([*found, *others], key=lambda finding: not finding.certain):
         once.setdefault((finding.place, finding.line), finding)
-    return sorted(once.values(), key=lambda finding: not finding.certain)
+    return [*once.values()]
 
 
 def judged(run):
@@ -91,9 +90,18 @@ def judged(run):
     for one in JUDGES:
         if run.noted("part") and one.about not in OF_ALL:
             continue
-        asks = [(run,)] if one.about == "run" else [(row, run) for row in ABOUT[one.about](run)]
-        for answer in filter(None, (one.ask(*what) for what in asks)):
+        for answer in filter(None, answers(one, run)):
             certain = one.certain if answer.certain is None else answer.certain
             said.append((one, answer._replace(place=answer.place or one.place, certain=certain)))
     explained = {what for one, finding in said if finding.certain for what in one.causes}
     return [finding for one, finding in said if one.general is None or one.general not in explained]
+
+
+def answers(one, run):
+    """What a judge says of each thing it is asked about. If it fails, that is told, no more."""
+    try:
+        asks = [(run,)] if one.about == "run" else [(row, run) for row in ABOUT[one.about](run)]
+        return [one.ask(*what) for what in asks]
+    except Exception as error:
+        run.faults.append(f"{type(error).__name__}: {error} ({one.ask.__name__})")
+        return []

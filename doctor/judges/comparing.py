@@ -92,7 +92,8 @@ def printed(process):
     found = {}
     for event in process.of("prints"):
         for i, number in enumerate(event["numbers"]):
-            after = event["words"].split("#")[i + 1].strip()
+            after = event["words"][i + 1].strip()
             if "." in number and not re.match(UNIT, after):
-                found.setdefault((event["line"], event["words"], i), []).append(float(number))
+                key = (event["line"], tuple(event["words"]), i)
+                found.setdefault(key, []).append(float(number))
     return found

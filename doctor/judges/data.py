@@ -43,7 +43,7 @@ def rank_in_sampler(row, run):
 
 @judge("trained", "set_epoch-is-forgotten", certain=True)
 def same_order(row, run):
-    """Certain where a shuffled order of 8 items or more comes again in every process."""
+    """Certain where a shuffled order of 8 items or more comes again, in any process."""
     for one, process in zip(row, run, strict=True):
         passes = [p for p in process.passes if p["line"] == one["line"] and p["trained"]]
         before = passes[passes.index(one) - 1] if one != passes[0] else None
@@ -69,7 +69,8 @@ def samplers_disagree(row, run):
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=False)
 def own_shuffles(row, run):
     """A hint, for to draw items at random may be meant."""
-    if any(one["num_replicas"] or one["length"] is None for one in row) or alike(row):
+    known = all(one["length"] is not None and one["size"] is not None for one in row)
+    if not known or any(one["num_replicas"] for one in row) or alike(row):
         return None
     seen, size = times_seen(row), row[0]["size"]
     twice = sum(count > 1 for count in seen.values())

@@ -118,18 +118,14 @@ def zeroed_differ(row, run):
         return Finding(row[0]["line"], text)
 
 
-@judge("forward", NOT_THE_SAME, certain=True)
+@judge("trained", NOT_THE_SAME, certain=True)
 def modes_differ(row, run):
     """Certain for BatchNorm and dropout: they compute otherwise in training mode."""
-    if differ(row, "training") and not differ(row, "line") and all_with_gradients(row):
+    row = [one["forward"] for one in row]  # the first of each pass
+    if all(row) and differ(row, "training") and not differ(row, "line"):
         ranks = [rank for rank, event in enumerate(row) if not event["training"]]
         text = f"rank {ranks[0]} is not in training mode here, others are: who calls train()?"
         return Finding(row[0]["line"], text, certain=any(event["modes"] for event in row))
-
-
-def all_with_gradients(row):
-    """Whether this is a training step: at least one process trains."""
-    return any(event["trains"] for event in row)
 
 
 @judge("apart", DIFFER, certain=True, general="weights")

@@ -108,6 +108,15 @@ def other_shapes(run):
             return Finding(row[0]["line"], f"{row[0]['name']} is given tensors of shape {said}")
 
 
+@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True)
+def order_of_a_set(run):
+    """Certain: Python gives the strings of a set another order in each process."""
+    for event in run[0].of("collective"):
+        if event["set"] and event["whole"]:
+            text = "the order of this set is another in each process, and it calls"
+            return Finding(event["set"], f"{text} {event['name']}(): sort it")
+
+
 def whole(process):
     """Its collectives among all processes, of tensors."""
     return [event for event in process.of("collective") if event["whole"] and event["shape"]]

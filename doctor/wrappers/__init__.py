@@ -22,7 +22,7 @@ def wrap(owner, name, before=None, after=None, waits=None):
 
     @functools.wraps(real)
     def call(*args, **kwargs):
-        words = waits  # noqa: F841 - process.main_thread() reads it from the stack
+        doctor_waits_in = waits  # noqa: F841 - process.main_thread() reads it from the stack
         if before:
             guarded(before, *args, **kwargs)
         result = real(*args, **kwargs)
@@ -79,10 +79,10 @@ def install():
 
 def printed(*words, file=None, **_):
     """Note the numbers, and an accuracy that no part of all can have."""
-    said = " ".join(str(word) for word in words if isinstance(word, (str, int, float)))
+    said = " ".join(str(word) for word in words if isinstance(word, (str, int, float)))[:2000]
     numbers = re.findall(NUMBER, said)
     if numbers and file is None and next(prints) < 200:
-        note("prints", words=re.sub(NUMBER, "#", said)[:200], numbers=numbers[:20])
+        note("prints", words=re.split(NUMBER, said), numbers=numbers)
     if any(float(number) > 100 for number in re.findall(r"(\d+\.?\d*) ?%", said)):
         note("above 100 %")
 

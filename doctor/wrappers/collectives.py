@@ -5,6 +5,7 @@ import torch.distributed as dist
 from ..events import MESSAGES, RECORD, note, total, users_line
 from . import caller, wrap
 from .optimizers import is_gradient
+from .sets import loop_over_a_set
 
 COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
 scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_gather_object
@@ -46,6 +47,7 @@ def wrap_collective(torch, name):
             gradients=None if tensor is None else is_gradient(tensor),
             whole=group is None or group == dist.group.WORLD,
             known=known_at(tensor) if name in ("all_reduce", "reduce") else None,
+            set=loop_over_a_set(2),
         )
 
     def after(work, *args, **kwargs):

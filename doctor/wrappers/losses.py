@@ -23,8 +23,8 @@ def install(torch):
 
     def mean_of_own(input, *dims, **more):
         """Of a loss by hand, or of what a mask has left of a prediction."""
-        whole = not dims and more.get("reduction", "mean") == "mean" and "dim" not in more
-        if whole and not torch.compiler.is_compiling() and input.requires_grad:
+        part = dims or "dim" in more or "axis" in more or more.get("reduction", "mean") != "mean"
+        if not part and not torch.compiler.is_compiling() and input.requires_grad:
             note("mean", counted=input.numel())
 
     def loss_of_own(input, target, *_, **more):

@@ -14,7 +14,7 @@ ORDERS = collections.defaultdict(list)  # model: what was done since its last st
 FORWARD = "the forward pass of DDP"
 
 inside = []  # models whose wrapped forward pass has begun, and not yet the plain one
-validated = set()  # plain models that were validated since the last step
+validated = set()  # plain models that were validated since the last step, see optimizers.step()
 running, kinds = set(), set()  # plain models whose forward pass runs; classes that are wrapped
 watched = weakref.WeakSet()  # plain models: of DDP, and those that train() or eval() was called on
 changing = []  # the model whose train() runs: it calls that of its parts

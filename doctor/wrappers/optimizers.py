@@ -6,13 +6,15 @@ import weakref
 
 from ..events import is_plain, note, total
 from . import wrap
-from .models import NAMES, ORDERS
+from .models import NAMES, ORDERS, validated
 
 OPTIMIZERS = []  # weak references, in the order in which they were made
 stepping = set()  # optimizers in their step, which may call that of their parent class
 zeroed = {}  # id of an optimizer: calls of zero_grad() since its last step
 scaled = []  # the GradScaler whose scale() was called since the last unscale_(), if it is on
-gradients = {}  # of is_gradient(): {"addresses": ..., "whole": ...}, until the next backward()
+# What is_gradient() knows until the next backward(): "at", {address of a gradient: whose}, and
+# "whole", how many numbers all gradients have
+gradients = {}
 
 
 def install(torch):
@@ -38,6 +40,8 @@ def step(torch, optimizer, *_):
     stepping.add(optimizer)
     optimizer.doctors_steps = getattr(optimizer, "doctors_steps", 0) + 1
     looks = optimizer.doctors_steps <= 50 or optimizer.doctors_steps % 50 == 0  # it takes time
+    if looks:
+        validated.clear()  # each is noted anew: this step may have changed it
     weights = [w for group in optimizer.param_groups for w in group["params"]]
     wrapped = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
     own = [(i, w) for i, w in enumerate(weights) if id(w) not in NAMES and is_plain(w)]
@@ -58,7 +62,7 @@ def step(torch, optimizer, *_):
 
 
 def squares(torch, weights):
-    """The sum of those of all gradients: [of plain ones, of what lies here of divided ones]."""
+    """The sum of all squared gradients: [of plain weights, of what lies here of divided ones]."""
     sums = [0.0, 0.0]
     for weight in weights:
         if weight.grad is not None and weight.grad.layout is torch.strided:

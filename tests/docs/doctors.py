@@ -23,9 +23,9 @@ def looked_at(script, *flags, ranks=2, nodes=1, steps=None, folder=None):
     command = ROOT / "doctor/__main__.py"
     _, output = run_ranks(command, [script, *flags], ranks, script.parent, env)
     runs = read(events, {})
-    faults = [event["error"] for run in runs for process in run for event in process.of("fault")]
-    assert not faults, faults
-    return runs, [(one, line_of(script, one.line)) for one in findings(runs)], output
+    found = [(one, line_of(script, one.line)) for one in findings(runs)]
+    assert not any(run.faults for run in runs), [run.faults for run in runs]
+    return runs, found, output
 
 
 def line_of(script, place):

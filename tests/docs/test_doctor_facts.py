@@ -61,6 +61,8 @@ BY_HAND = [
 ]
 FORWARD = "        loss = torch"
 REDUCE = "    dist.all_reduce(correct)"
+DROPOUT = ("torch.nn.ReLU()", "torch.nn.Dropout()")
+SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
 
 
 def alone(line):
@@ -113,13 +115,13 @@ SEEN = {
         "optimizer.step()",
     ),
     "train on rank 0": (
-        [alone("    net.train()")],
+        [alone("    net.train()"), DROPOUT],
         True,
         "rank 1 is not in training mode",
         "model(images)",
     ),
     "eval on rank 0": (
-        [alone("    net.eval()")],
+        [alone("    net.eval()"), DROPOUT],
         True,
         "rank 1 validates in training mode",
         "net(images)",
@@ -239,11 +241,26 @@ SEEN = {
         "the result is read before wait() was called",
         "dist.all_reduce(correct, async_op=True)",
     ),
-    "the same random numbers": (
+    "the order of a set": (
+        [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
+        True,
+        "the order of this set is another in each process, and it calls all_reduce()",
+        "for name in {*sums}",
+    ),
+    "the order of a set that a function gets": (
         [
-            ("torch.manual_seed(rank)\noptimizer", "optimizer"),
-            ("torch.nn.ReLU()", "torch.nn.Dropout()"),
+            (
+                REDUCE,
+                f"{SUMS}    def add_up(x):\n        dist.all_reduce(x)\n"
+                "    names = set(sums)\n    [add_up(sums[name]) for name in names]",
+            )
         ],
+        True,
+        "the order of this set is another in each process, and it calls all_reduce()",
+        "for name in names]",
+    ),
+    "the same random numbers": (
+        [("torch.manual_seed(rank)\noptimizer", "optimizer"), DROPOUT],
         False,
         "all processes draw the same random numbers",
         "torch.manual_seed(0)",
@@ -268,8 +285,29 @@ def seen_in(folder, edits=()):
     return [(one.certain, one.text, line) for one, line in found], output
 
 
-def test_the_right_script_is_clean(tmp_path):
-    found, output = seen_in(tmp_path)
+RIGHT_TOO = {
+    "as it is": [],
+    # The loader is read with gradients, a plain model validates without, in each process a part.
+    "no_grad around the model alone": [
+        ("    with torch.no_grad():\n", "    if True:\n"),
+        ("correct += (net(images)", "correct += (torch.no_grad()(net)(images)"),
+    ],
+    # One line trains and validates, and ranks have 5 and 3 batches to validate.
+    "parts of unlike length": [
+        ("sampler=range(rank, 64, 2))", "sampler=range(0, 40) if rank == 0 else range(40, 64))"),
+        (WRAP, f"{WRAP}\ndef forward(images):\n    return model(images)"),
+        ("cross_entropy(model(images)", "cross_entropy(forward(images)"),
+        ("(net(images)", "(forward(images)"),
+    ],
+    "the order of a sorted set": [
+        (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_TOO)
+def test_the_right_script_is_clean(name, tmp_path):
+    found, output = seen_in(tmp_path, RIGHT_TOO[name])
     assert not found, output
 
 

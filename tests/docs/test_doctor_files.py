@@ -382,6 +382,26 @@ def test_the_report_names_paths(place):
     assert "programs, only the files that their commands name are kept: tar\n" in said
 
 
+def test_programs_that_read_or_write_by_their_flags(place):
+    script = 'import os; os.system("find . -name one -delete; find . -name a; gcc -o a nowhere.c")'
+    place.run(script)
+    script = 'import os; os.system("gcc --version -o a >/dev/null; echo x > b; rm a b")'
+    place.assert_unchanged(place.run(script)[1])
+
+
+def test_a_program_with_an_environment_of_its_own(place):
+    """A PYTHONPATH, too: the hook gets through."""
+    inside = "open('a', 'w'); import sys; print([p for p in sys.path if p.endswith('mine')])"
+    script = f"""import subprocess, sys
+env = {{"PYTHONPATH": "/mine"}}
+subprocess.run([sys.executable, "-c", {inside!r}], env=env, check=True)
+subprocess.run([sys.executable, "-c", "open('ckpt/one', 'w')"], env={{b"PYTHONPATH": b"/x"}})
+"""
+    code, said = place.run(script)
+    assert code == 0 and "['/mine']" in said, said
+    place.assert_unchanged(said)
+
+
 def test_new_files_in_caches_stay(place):
     home = place.path / "home"
     (home / ".cache/hub").mkdir(parents=True)

@@ -1,0 +1,72 @@
+"""Whether a line stands in a loop over a set of strings, whose order is another in each process."""
+
+import ast
+import functools
+import os
+import sys
+
+from ..events import is_users, short
+
+FOR_COMPREHENSION = ".0"  # the iterator of one, in the frame that it has before Python 3.12
+
+
+def loop_over_a_set(depth):
+    """The line of the innermost such loop, of all callers from `depth` on; or None.
+
+    Where PYTHONHASHSEED is set all processes have one order.
+    """
+    if os.environ.get("PYTHONHASHSEED", "random") != "random":
+        return None
+    frame = sys._getframe(depth)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            for line, over, target in loops_at(file, frame.f_lineno):
+                strings = isinstance(value_of(target, frame), (str, bytes))
+                if strings and isinstance(value_of(over, frame), (set, frozenset)):
+                    return f"{short(file)}:{line}"
+            if type(frame.f_locals.get(FOR_COMPREHENSION)).__name__ == "set_iterator":
+                return f"{short(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def loops_at(file, line):
+    """[(line, what it goes over, its variable)] of the loops around a line, the innermost first."""
+    found = []
+    for node in ast.walk(tree_of(file)):
+        inside = isinstance(node, ast.For) and node.body[0].lineno <= line <= node.end_lineno
+        if inside and isinstance(node.target, ast.Name):
+            found.append((node.lineno, node.iter, node.target))
+        if (
+            isinstance(node, (ast.ListComp, ast.DictComp))
+            and node.lineno <= line <= node.end_lineno
+        ):
+            last = node.generators[-1]
+            found.append((node.lineno, last.iter, last.target))
+    return sorted(found, key=lambda loop: -loop[0])
+
+
+@functools.cache
+def tree_of(file):
+    try:
+        with open(file) as source:
+            return ast.parse(source.read())
+    except (OSError, ValueError, SyntaxError):
+        return ast.Module([], [])
+
+
+def value_of(node, frame):
+    """What a name holds, or an attribute of one; a set if it is written as one."""
+    if isinstance(node, (ast.Set, ast.SetComp)):
+        return set()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return set() if node.func.id in ("set", "frozenset") else None
+    if isinstance(node, ast.BinOp):  # of sets: union, difference
+        return value_of(node.left, frame)
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        return getattr(value_of(node.value, frame), "__dict__", {}).get(node.attr)
+    return None

@@ -1,0 +1,113 @@
+"""The doctor's own parts, without a run."""
+
+import argparse
+
+import pytest
+
+from doctor import events, judges, launch, plan, wrappers
+from doctor.files import programs
+from doctor.judges import comparing, data, ending, steps, training, validation  # noqa: F401
+from doctor.run import Process, Run
+
+
+def noted(monkeypatch, call):
+    """The events that a call notes."""
+    found = []
+    monkeypatch.setattr(
+        wrappers, "note", lambda kind, **facts: found.append({"kind": kind, **facts})
+    )
+    call()
+    return found
+
+
+@pytest.mark.parametrize("text", ["x" * 300 + " 1.5 end", "epoch #3: loss 1.5", "1.5", "1.5" * 900])
+def test_any_line_with_numbers_can_be_compared(text, monkeypatch):
+    found = noted(monkeypatch, lambda: wrappers.printed(text))
+    process = Process([event | {"line": "t.py:1"} for event in found])
+    numbers = [number for of_one in comparing.printed(process).values() for number in of_one]
+    assert numbers == ([] if len(text) > 900 else [1.5])
+
+
+def step(line, order, **weights):
+    return {"kind": "step", "line": line, "order": order, "weights": weights}
+
+
+def test_optimizers_that_step_in_another_order():
+    """Two models, of which each process steps another one first."""
+    ends = {"0.a": "1"}, {"1.a": "2"}
+    events_of = [
+        [step("t.py:1", {"0": []}, **ends[rank]), step("t.py:2", {"1": []}, **ends[1 - rank])]
+        for rank in (0, 1)
+    ]
+    run = Run([Process(of_one) for of_one in events_of])
+    run.apart()  # no KeyError
+
+
+def test_a_judge_that_fails_is_told_and_the_others_are_heard(monkeypatch):
+    def fails(run):
+        raise KeyError("lr")
+
+    def says(run):
+        return judges.Finding("t.py:1", "something")
+
+    known = [judges.Judge(ask, "run", "here", True, [], None) for ask in (fails, says)]
+    monkeypatch.setattr(judges, "JUDGES", known)
+    group = {"kind": "group", "line": "?", "rank": 0}
+    run = Run([Process([group]), Process([group])])
+    assert [one.text for one in judges.findings([run])] == ["something"]
+    assert run.faults == ["KeyError: 'lr' (fails)"]
+
+
+def test_a_mistake_comes_before_a_hint_of_the_same_place(monkeypatch):
+    def hint(run):
+        return judges.Finding("t.py:1", "perhaps", certain=False)
+
+    def certain(run):
+        return judges.Finding("t.py:1", "surely")
+
+    known = [judges.Judge(ask, "run", "here", True, [], None) for ask in (hint, certain)]
+    monkeypatch.setattr(judges, "JUDGES", known)
+    group = {"kind": "group", "line": "?", "rank": 0}
+    run = Run([Process([group]), Process([group])])
+    assert [one.text for one in judges.findings([run])] == ["surely"]
+
+
+def test_what_lies_beside_the_doctor_is_the_users():
+    assert events.is_users(f"{events.HERE}_demo.py")
+    assert not events.is_users(f"{events.HERE}/run.py")
+
+
+@pytest.mark.parametrize(
+    "text, own",
+    [
+        ("mp.spawn(main, nprocs=2)", True),
+        ("torch.multiprocessing.spawn(main)", True),
+        ("from torch.multiprocessing import spawn\nspawn(main)", True),
+        ("seeds = np.random.SeedSequence(0).spawn(4)", False),
+        ("respawn(worker)", False),
+    ],
+)
+def test_a_script_that_starts_its_own_processes(text, own, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    args = argparse.Namespace(script=script, module=False, starts_its_own=False, by=None)
+    assert launch.Launcher(args, 2).is_torchrun != own
+
+
+@pytest.mark.parametrize("flags", [["-n", "2", "--nodes", "3"], ["-n", "0"], ["--nodes", "0"]])
+def test_machines_without_a_process(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["doctor", *flags, __file__])
+    with pytest.raises(SystemExit) as ended:
+        plan.parse_args()
+    assert ended.value.code == 2 and "as many processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("theirs", ["/mine", b"/mine", "", None])
+def test_an_environment_of_its_own_gets_the_hook(theirs, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/site:/others")
+    key = b"PYTHONPATH" if isinstance(theirs, bytes) else "PYTHONPATH"
+    env = {} if theirs is None else {key: theirs}
+    programs.hand_on(env)
+    folders = env[key] if isinstance(env[key], str) else env[key].decode()
+    assert folders.split(":")[0] == "/site"
+    assert not theirs or folders.endswith(":/mine")
