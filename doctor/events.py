@@ -74,6 +74,7 @@ FIELDS = {
 FIELDS = {kind: frozenset(names.split()) for kind, names in FIELDS.items()}
 
 
+FORWARD = "the forward pass of DDP"  # what may wait there, in words
 # Calls that wait for one other process, and are not collectives.
 MESSAGES = "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
 
@@ -128,8 +129,9 @@ def short(file):
     return os.path.relpath(file, os.path.dirname(RECORD.script))
 
 
-def users_line(frame):
-    """The innermost line of the user's own code, as "train.py:48"."""
+def users_line(frame=None):
+    """The innermost line of the user's own code, as "train.py:48"; frame: by default, from here."""
+    frame = frame or sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"

@@ -134,7 +134,9 @@ def stands_still(folder, patience, gone):
     if not waiting or any(event["kind"] not in ("stands", "end") for event in last):
         return ""
     others = [event for event in last if event["kind"] == "stands" and not event["where"]]
-    # All in one collective: it is slow. Messages, of which each waits for the other's, may hang.
+    # A process that computes may be waited for longest (BUSY). One that stands elsewhere is waited
+    # for (IDLE), and so is one collective in which all are: it may be slow. Else each waits for
+    # another in vain, as where all are in a recv(): each for the other's message.
     calls = [e for e in waiting if e["where"] not in (*MESSAGES, "wait()")]
     places = {(event["line"], event["where"]) for event in calls}
     slow = others or (len(calls) == len(last) and len(places) == 1)

@@ -55,11 +55,13 @@ class Run(list):
         return any(process.of(*kinds) for process in self)
 
     def apart(self):
-        """The step before the first at which a weight of a wrapped model differs, with its name.
+        """The row of the step after which a weight of a wrapped model differs, with its name.
 
-        None if the weights are the same again at the end: they may part for some steps on purpose.
+        Weights are noted before each step: it is the step before the first row in which they
+        differ, or that row if it is the first. None if they are the same again at the end: they may
+        part for some steps on purpose.
         """
-        before = {}
+        last = {}  # model: the last row with a step of it
         steps = [row for row in self.rows("step") if row[0]["weights"]]
         if not steps or not differ(steps[-1], "weights"):
             return None
@@ -67,12 +69,12 @@ class Run(list):
             for name, value in row[0]["weights"].items():
                 model, _, name_there = name.partition(".")
                 if any(event["weights"].get(name, value) != value for event in row):
-                    cause = before.get(model, row)
+                    cause = last.get(model, row)
                     orders = [event["order"].get(model, []) for event in cause]
                     found = zip(cause, orders, strict=True)
                     return [e | {"name": name_there, "order": order} for e, order in found]
             if all(event["order"].keys() == row[0]["order"].keys() for event in row):
-                before |= dict.fromkeys(row[0]["order"], row)
+                last |= dict.fromkeys(row[0]["order"], row)
         return None
 
 
@@ -102,19 +104,22 @@ def read(folder, died):
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
         process = Process(events, died.get(int(path.stem)))
         others.append(process)
-        for rank in {group["rank"] for group in process.of("group")}:
-            group = next((group for group in groups if rank not in group), None)
-            if group is None:
-                groups.append(group := {})
-            group[rank] = process
-    runs = [Run(group[rank] for rank in sorted(group)) for group in groups]
+        for rank in {event["rank"] for event in process.of("group")}:
+            ranks = next((ranks for ranks in groups if rank not in ranks), None)
+            if ranks is None:
+                groups.append(ranks := {})
+            ranks[rank] = process
+    runs = [Run(ranks[rank] for rank in sorted(ranks)) for ranks in groups]
     return runs or [Run(others)]
 
 
 def passes_of(events):
-    """Each pass over a loader: its items, and what was done with them.
+    """Each pass over a loader: its event "pass", and what was done with its items.
 
-    An item is validated if it was read without gradients, or a model was called so on it.
+    items: of all its batches; read: how many batches; backwards: calls of backward(); last: the
+    place of the event of its last batch; cut: --steps has ended it; whole: it was read to its end;
+    forward: its first forward pass. It is "trained" if backward() was called in it, else
+    "validated" if it was read without gradients, or a model was called so, or in eval mode.
     """
     passes, now = {}, None
     for event in events:

@@ -14,8 +14,8 @@ ALIVE = b"alive-"
 def begin(root, work, caches):
     """(the journal, the path of the file whose lock says that this doctor lives, and that file)
 
-    Doctors in one folder have one journal: their scripts may move what the other has made. Doctors
-    in other folders have journals of their own, and mark what they share.
+    Doctors in one folder, in one above it or below have one journal: their scripts may move what
+    the other has made. Others have journals of their own, and mark what they share.
     """
     with locked(root):
         others = [*runs(root)]

@@ -208,7 +208,7 @@ def beat(run):
 
 
 def listen(handler):
-    """Also those that were ignored stay so: nohup means it."""
+    """What was ignored before stays so: nohup means it."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

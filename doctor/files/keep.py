@@ -1,9 +1,9 @@
 """Keeps what was there before the run touches it.
 
-The rule: the run never writes into an inode that was there before. A file that will be written is
+The rule: the run does not write into an inode that was there before. A file that will be written is
 kept by a hard link, and its name gets a fresh inode, in one step: a file of any size that is
 opened with "w" costs nothing. What is removed or renamed is kept by a link alone. Where no link
-can be made, or the folder may not be written, the bytes are copied.
+can be made, or the folder may not be written, the bytes are copied, and put back in place.
 
 Paths are absolute bytes whose folders are no links. All of it is called with the lock of all runs.
 """
@@ -152,7 +152,7 @@ class Keeper:
         return False
 
     def entry_for(self, path, info, writes=False):
-        """What is noted of a file or link before it is touched: it is kept if it is no own one."""
+        """What is noted of a file or link before it is touched; None if the run has made it."""
         entry = self.journal.first.get(path)
         if self.journal.known(path) and not self.changed_by_others(path, info, entry):
             return None

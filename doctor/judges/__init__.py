@@ -15,23 +15,36 @@ class Finding(NamedTuple):
     certain: bool | None = None  # a mistake, not a hint; None: as the judge says
 
 
+# What can be seen without its cause. A judge that tells one of them is silent where a certain one
+# explains it.
+GENERAL = {
+    "items": "an item is not read once",
+    "weights": "the weights differ",
+    "rates": "the learning rates differ",
+    "hang": "the run stands still, or processes do not make the same calls",
+    "early": "a number is read before it is added up",
+}
+
+
 class Judge(NamedTuple):
     ask: object  # the function
-    about: str
-    place: str
-    certain: bool
-    causes: list  # the general findings that this one explains
-    general: str | None  # this is the general finding: told unless a certain one explains it
+    about: str  # a key of ABOUT
+    place: str  # a heading of docs/bugs.md, or PAGE.md#HEADING
+    certain: bool  # a mistake, not a hint
+    explains: list  # of GENERAL
+    general: str | None  # the one of GENERAL that it tells
 
 
 JUDGES = []
 
 
-def judge(about, place, certain, causes=(), general=None):
-    """A decorator: asks this function about each `about` of a run."""
+def judge(about, place, certain, explains=(), general=None):
+    """A decorator: asks this function about each `about` of a run. The arguments: see Judge."""
+    if about not in ABOUT or {*explains, general} - {*GENERAL, None}:
+        raise ValueError(f"not in ABOUT or GENERAL: {about} {explains} {general}")
 
     def add(ask):
-        JUDGES.append(Judge(ask, about, place, certain, causes, general))
+        JUDGES.append(Judge(ask, about, place, certain, explains, general))
         return ask
 
     return add
@@ -93,7 +106,7 @@ def judged(run):
         for answer in filter(None, answers(one, run)):
             certain = one.certain if answer.certain is None else answer.certain
             said.append((one, answer._replace(place=answer.place or one.place, certain=certain)))
-    explained = {what for one, finding in said if finding.certain for what in one.causes}
+    explained = {what for one, finding in said if finding.certain for what in one.explains}
     return [finding for one, finding in said if one.general is None or one.general not in explained]
 
 

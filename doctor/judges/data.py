@@ -111,7 +111,7 @@ def uneven_parts(row, run):
         )
 
 
-@judge("trained", "a-branch-that-depends-on-a-processs-own-data", certain=True, causes=["hang"])
+@judge("trained", "a-branch-that-depends-on-a-processs-own-data", certain=True, explains=["hang"])
 def skipped(row, run):
     """Certain for a model of DDP: its processes pair their gradients by number, not by batch."""
     if run.noted("wrap") and not differ(row, "read") and differ(row, "backwards"):

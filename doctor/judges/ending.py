@@ -2,12 +2,11 @@
 
 import re
 
-from ..events import MESSAGES
+from ..events import FORWARD, MESSAGES
 from ..run import differ
 from . import Finding, judge
 from .data import uneven
 
-FORWARD = "the forward pass of DDP"
 STANDS = "doctor.md#it-stands-still"
 
 
@@ -118,8 +117,6 @@ def hang(run):
         place = STANDS
     elif "backward" in where:
         place = "a-branch-that-depends-on-a-processs-own-data"
-    elif len({(event["line"], event["where"]) for event in waiting}) == 1 == len({*where}) and len(
-        waiting
-    ) == len(run):
+    elif len(waiting) == len(run) and len({(e["line"], e["where"]) for e in waiting}) == 1:
         place = STANDS
     return Finding(line, said, place)

@@ -17,7 +17,7 @@ DIFFER = "doctor.md#the-weights-differ"
 NOT_THE_SAME = "doctor.md#the-processes-do-not-do-the-same"
 
 
-@judge("apart", "the-plain-model-is-trained", certain=True, causes=["weights"])
+@judge("apart", "the-plain-model-is-trained", certain=True, explains=["weights"])
 def wrong_order(row, run):
     """Certain, for the weights differ afterwards; its place is that of WRONG_ORDERS."""
     letters, lines = zip(*row[0]["order"], strict=True) if row[0]["order"] else ("", "")
@@ -26,7 +26,7 @@ def wrong_order(row, run):
             return Finding(lines[found.start(1)], text, place)
 
 
-@judge("apart", "only-rank-0-resumes", certain=True, causes=["weights"])
+@judge("apart", "only-rank-0-resumes", certain=True, explains=["weights"])
 def one_resumes(row, run):
     """Certain, for the weights differ, and processes load more than others."""
     loads = [process.of("load") for process in run]
@@ -35,7 +35,7 @@ def one_resumes(row, run):
         return Finding(max(loads, key=len)[-1]["line"], f"rank {rank} does not load it")
 
 
-@judge("apart", "unfrozen-after-wrapping", certain=True, causes=["weights"])
+@judge("apart", "unfrozen-after-wrapping", certain=True, explains=["weights"])
 def unfrozen(row, run):
     """Certain, for the weight that differs was frozen then."""
     for wrap in run[0].of("wrap"):
@@ -45,7 +45,10 @@ def unfrozen(row, run):
 
 
 @judge(
-    "plateau", "each-process-lowers-its-own-learning-rate", certain=True, causes=["rates", "early"]
+    "plateau",
+    "each-process-lowers-its-own-learning-rate",
+    certain=True,
+    explains=["rates", "early"],
 )
 def own_decision(row, run):
     """Certain where their numbers differ."""
@@ -55,7 +58,11 @@ def own_decision(row, run):
 
 
 @judge(
-    "run", "doctor.md#the-learning-rates-differ", certain=True, causes=["weights"], general="rates"
+    "run",
+    "doctor.md#the-learning-rates-differ",
+    certain=True,
+    explains=["weights"],
+    general="rates",
 )
 def rates_differ(run):
     """Certain for weights that DDP keeps equal: it averages gradients, and no rate."""
@@ -78,7 +85,7 @@ def scheduled(run):
     return None
 
 
-@judge("run", "read-before-rank-0-has-saved", certain=True, causes=["weights"])
+@judge("run", "read-before-rank-0-has-saved", certain=True, explains=["weights"])
 def read_too_early(run):
     """Certain where nothing that waits is between the two."""
 
@@ -95,7 +102,7 @@ def read_too_early(run):
                 return Finding(load["line"], f"{text}: no barrier() is between")
 
 
-@judge("run", NOT_THE_SAME, certain=True, causes=["weights"])
+@judge("run", NOT_THE_SAME, certain=True, explains=["weights"])
 def steps_differ(run):
     """Certain where all have ended well: each process steps for itself."""
     if any(process.end["error"] != "" for process in run):

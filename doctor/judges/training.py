@@ -6,9 +6,12 @@ from . import Finding, judge
 LIBRARIES = {"torch": "torch", "random": "Python's random", "numpy": "numpy"}
 
 
-@judge("gradient", "the-loss-is-reduced-before-backward", certain=True, causes=["weights"])
+@judge("gradient", "the-loss-is-reduced-before-backward", certain=True, explains=["weights"])
 def reduced_loss(row, run):
-    """Certain where the gradient of what was reduced is not 1: that of each one's own part is."""
+    """Certain where backward() brings another gradient than 1 to what was reduced.
+
+    Where the sum is only added to a loss, each process's own part gets a gradient of 1: right.
+    """
     text = "backward() goes through what was reduced here, as if it had not been"
     place = None if row[0]["one"] else "all_reduce-of-a-ratios-sums"
     return Finding(row[0]["line"], text, place)

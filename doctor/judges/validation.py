@@ -12,7 +12,7 @@ REDUCING = {"all_reduce", "reduce", "gather", "all_gather", "all_gather_into_ten
 REDUCING |= {"all_gather_object", "gather_object"}
 
 
-@judge("validated", "each-process-makes-its-own-split", certain=True, causes=["items"])
+@judge("validated", "each-process-makes-its-own-split", certain=True, explains=["items"])
 def own_split(row, run):
     """Certain, for in one process no item is in both parts."""
     trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))

@@ -4,7 +4,6 @@ import builtins
 import functools
 import itertools
 import re
-import sys
 
 from ..events import note
 
@@ -85,8 +84,3 @@ def printed(*words, file=None, **_):
         note("prints", words=re.split(NUMBER, said), numbers=numbers)
     if any(float(number) > 100 for number in re.findall(r"(\d+\.?\d*) ?%", said)):
         note("above 100 %")
-
-
-def caller():
-    """The frame that called the function that calls this one."""
-    return sys._getframe(2)

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from ..events import MESSAGES, RECORD, note, total, users_line
-from . import caller, wrap
+from . import wrap
 from .optimizers import is_gradient
 from .sets import loop_over_a_set
 
@@ -54,7 +54,7 @@ def wrap_collective(torch, name):
         tensor = next((x for x in [*args, *kwargs.values()] if torch.is_tensor(x)), None)
         if tensor is None:
             return
-        line = users_line(caller())
+        line = users_line()
         if kwargs.get("async_op") and work is not None and len(PENDING) < 1000:
             PENDING[tensor.data_ptr()] = line, work
         # Its graph does not know of it. An autograd.Function, where that is off, has its own way.
@@ -81,7 +81,7 @@ def known_at(tensor):
     version, line = READ.get(tensor, (None, None)) if tensor is not None else (None, None)
     if line is None or version != tensor._version:
         return None
-    SUMMED[tensor] = users_line(caller())
+    SUMMED[tensor] = users_line()
     return line
 
 
@@ -103,7 +103,7 @@ def read(tensor, *_, **__):
     if RECORD.pid and 0 < tensor.numel() <= SMALL and not tensor.is_inference():
         if tensor in SUMMED:
             note("sum read", line=SUMMED.pop(tensor))
-        READ[tensor] = tensor._version, users_line(caller())
+        READ[tensor] = tensor._version, users_line()
 
 
 def note_unwaited():

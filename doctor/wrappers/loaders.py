@@ -8,7 +8,7 @@ import itertools
 import os
 
 from ..events import RECORD, note, note_in_worker, total, users_line
-from . import caller, wrap
+from . import wrap
 from .optimizers import random_states
 
 numbers = itertools.count()  # of passes over a loader
@@ -47,7 +47,7 @@ def note_drawn(before, after):
 
 
 def made(_, self, *args, **kwargs):
-    self.doctors_line = users_line(caller())
+    self.doctors_line = users_line()
 
 
 def length(of):

@@ -5,13 +5,12 @@ import gc
 import sys
 import weakref
 
-from ..events import is_plain, note, total
+from ..events import FORWARD, is_plain, note, total
 from . import wrap
 
 MODELS = []  # those that DDP has wrapped
 NAMES = {}  # id of a parameter: (number of its model, its name)
 ORDERS = collections.defaultdict(list)  # model: what was done since its last step, (letter, line)
-FORWARD = "the forward pass of DDP"
 
 inside = []  # models whose wrapped forward pass has begun, and not yet the plain one
 validated = set()  # plain models that were validated since the last step, see optimizers.step()

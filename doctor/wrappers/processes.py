@@ -41,7 +41,7 @@ def install(torch):
         real(self, group, Inside(target) if target and not worker else target, *args, **kwargs)
 
     def spawns(fn, args=(), nprocs=1, *_, **__):
-        """Below the launcher, each of its processes would start so many, on one port."""
+        """Each process of torchrun would start so many, and all of them would meet on one port."""
         if RECORD.launched and nprocs > 1 and not torch.distributed.is_initialized():
             note("spawns")
             os._exit(0)  # launch.examine() starts the script again, without a launcher
