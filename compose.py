@@ -1,18 +1,45 @@
 """Prints a training script in one file: how it starts, what it can do, and which data it trains on.
 
 $ python compose.py torchrun --with amp,resume,f1 > train.py
+
+Or a full script with recipes, the diffs in recipes/:
+
+$ python compose.py distributed.py --with clip,ema > mine.py
 """
 
 import argparse
 import difflib
 import json
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent / "minimal/template"
+ROOT = Path(__file__).resolve().parent
+FOLDER = ROOT / "minimal/template"
 WIDTH = 100  # of a line
+# The recipes of each full script, in the order in which they are applied.
+TASKS = ["text", "segmentation"]
+TAKES = {
+    "distributed.py": """accumulate clip adamw ema mixup_cutmix randaugment finetune weighted
+        archives bad_images activation_checkpointing f1 early_stopping wandb tensorboard predictions
+        same_bits profile""".split()
+    + TASKS
+}
+TAKES["distributed_slurm_main.py"] = [x for x in TAKES["distributed.py"] if x not in TASKS]
+TAKES["multiprocessing_distributed.py"] = [
+    name for name in TAKES["distributed_slurm_main.py"] if name != "ema"
+]
+TAKES |= {
+    "apex_distributed.py": """mixup_cutmix randaugment weighted archives bad_images
+        activation_checkpointing f1 early_stopping wandb tensorboard predictions""".split(),
+    "dataparallel.py": "clip adamw mixup_cutmix archives bad_images wandb tensorboard".split(),
+    "horovod_distributed.py": "adamw bad_images early_stopping wandb tensorboard".split(),
+    "fsdp_distributed.py": "clip adamw archives early_stopping transformer".split(),
+}
 HOW = {"starts": "the first word", "features": "--with", "data": "--data"}
 
 
@@ -144,6 +171,33 @@ def used_imports(lines):
     return kept
 
 
+def with_recipes(name, recipes):
+    """The text of a full script, such as distributed.py, with recipes.
+
+    ValueError for one that it does not take, and for the first that does not fit with others.
+    """
+    if name not in TAKES:
+        raise ValueError(f"{name} is none of {', '.join(TAKES)}")
+    for recipe in recipes:
+        if recipe not in TAKES[name]:
+            raise ValueError(f"{name} takes no {recipe}, but {', '.join(TAKES[name])}")
+    if recipes and not shutil.which("patch"):
+        raise ValueError("needs the program patch, such as from: apt-get install patch")
+    applied = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_text((ROOT / name).read_text())
+        for recipe in sorted(recipes, key=TAKES[name].index):
+            # accumulate has indented lines of clip: -l does not look at blanks.
+            loosely = ["-l"] * (recipe == "clip" and "accumulate" in applied)
+            command = ["patch", "-s", "-r-", *loosely, path, ROOT / f"recipes/{recipe}.diff"]
+            if subprocess.run(command, capture_output=True).returncode:
+                beside = f"{name} with {', '.join(applied)}"
+                raise ValueError(f"{recipe} does not fit {beside}: they change the same lines")
+            applied.append(recipe)
+        return path.read_text()
+
+
 def main():
     known = choices()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -153,8 +207,12 @@ def main():
     )
     parser.add_argument("--data", default="digits", help="digits, images or own")
     parser.add_argument("--diff", help="against this start, or the script without this feature")
-    parser.add_argument("--list", action="store_true", help="all that can be chosen")
+    help_of_list = "all that can be chosen, or the recipes of a full script"
+    parser.add_argument("--list", action="store_true", help=help_of_list)
     args = parser.parse_args()
+    if args.list and args.start:
+        print("\n".join(TAKES.get(args.start[0], [])))
+        return
     if args.list or not args.start:
         for axis in ("starts", "features", "data"):
             print(f"{axis} ({HOW[axis]}):")
@@ -164,15 +222,23 @@ def main():
         return
     start, *more = args.start
     features = " ".join(args.features).replace(",", " ").split()
+    full = start.endswith(".py")
+
+    def made(start, features):
+        return with_recipes(start, features) if full else script(start, args.data, features)
+
     try:
         if more:
             raise ValueError(f"features come after --with: {start} --with {','.join(more)}")
-        text = script(start, args.data, features)
+        if full and args.data != "digits":
+            raise ValueError(f"a full script has a flag --data of its own: {start} --data DIR")
+        text = made(start, features)
         if args.diff:
-            if args.diff not in features and any(args.diff == f["name"] for f in known["features"]):
+            known = TAKES[start] if full else [feature["name"] for feature in known["features"]]
+            if args.diff not in features and args.diff in known:
                 raise ValueError(f"--diff {args.diff} needs {args.diff} in --with")
             less = [name for name in features if name != args.diff]
-            old = script(start if args.diff in features else args.diff, args.data, less)
+            old = made(start if args.diff in features else args.diff, less)
             lines = [part.splitlines(keepends=True) for part in (old, text)]
             text = "".join(difflib.unified_diff(*lines, f"without {args.diff}", "train.py"))
     except ValueError as error:

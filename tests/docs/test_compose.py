@@ -90,6 +90,23 @@ def test_the_command(tmp_path):
     assert all(f"  {name} " in command("--list") for name in [*STARTS, *FEATURES, *DATA])
 
 
+def test_full_scripts_with_recipes(tmp_path):
+    """In their order, whatever was asked for first; a diff has the lines of one."""
+    text = command("distributed.py", "--with", "ema", "clip,accumulate")
+    assert text == command("distributed.py", "--with", "accumulate,clip,ema")
+    assert all(word in text for word in ("--accumulate", "clip_grad_norm_", "average = deepcopy"))
+    lines = command("distributed.py", "--with=clip,ema", "--diff=clip").splitlines()
+    added = "".join(line for line in lines if line.startswith("+"))
+    assert "clip_grad_norm_" in added and "deepcopy" not in added
+    assert command("horovod_distributed.py", "--list").split() == [
+        "adamw",
+        "bad_images",
+        "early_stopping",
+        "wandb",
+        "tensorboard",
+    ]
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
@@ -100,6 +117,11 @@ def test_the_command(tmp_path):
         ("dataparallel --with compile", "DataParallel copies the net anew"),
         ("accelerate --with accumulate,weighted", "Accelerate's accumulate"),
         ("torchrun --with amp --diff f1", "--diff f1 needs f1 in --with"),
+        ("distributed.py --with f1,ema", "f1 does not fit distributed.py with ema: they change"),
+        ("fsdp_distributed.py --with f1", "fsdp_distributed.py takes no f1, but clip, adamw"),
+        ("train.py --with f1", "train.py is none of distributed.py, "),
+        ("distributed.py --data own", "a full script has a flag --data of its own"),
+        ("distributed.py --with clip --diff f1", "--diff f1 needs f1 in --with"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(words, says):

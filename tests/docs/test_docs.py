@@ -5,6 +5,7 @@ without GPUs; what is generated is as its source; links and names of functions h
 import io
 import json
 import os
+import platform
 import re
 import runpy
 import shlex
@@ -345,16 +346,19 @@ def test_generators_change_nothing(clone, generated):
 
 def test_versions_of_torch(clone, tmp_path):
     """The tool itself, in this environment; that pip installs others is not tried here."""
-    (tmp_path / torch.__version__.partition("+")[0]).symlink_to(Path(PYTHON).parent.parent)
+    version, python = torch.__version__.partition("+")[0], platform.python_version()
+    for name in (version, f"{python.rpartition('.')[0]}-{version}"):
+        (tmp_path / name).symlink_to(Path(PYTHON).parent.parent)
     tool = clone / "tools/versions.py"
     quick = '{"unit": ["tests/unit/test_metrics.py"], "full": [], "minimal": ["none.py"]}'
     text = re.sub(r"TESTS = \{.*?^\}", f"TESTS = {quick}", tool.read_text(), flags=re.M | re.S)
     tool.write_text(text)
     (clone / "results/versions.json").unlink(missing_ok=True)
-    run([PYTHON, tool, "--environments", tmp_path, *os.listdir(tmp_path)], clone, env=ACTIVE)
+    asked = [name.replace("-", "/") for name in os.listdir(tmp_path)]  # the same in two ways
+    run([PYTHON, tool, "--environments", tmp_path, *asked], clone, env=ACTIVE)
     (row,) = json.loads((clone / "results/versions.json").read_text())["runs"]
     assert row["torch"] in torch.__version__ and re.fullmatch(r"\d+ passed", row["unit"])
-    assert row["minimal"] == "none ran"
+    assert row["minimal"] == "none ran" and row["python"] == python
 
 
 def test_the_archives_are_unpacked(tmp_path, monkeypatch):
