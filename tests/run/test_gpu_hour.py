@@ -32,11 +32,14 @@ def parts_in(folder):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_all_parts_at_a_small_size(work, tmp_path):
     shutil.copytree(work / "data", tmp_path / "data")
     words = [*NO_NETWORK, *command("gpu_hour", "--small", "--out", "out")]
-    output = run(words, tmp_path, PATIENCE, env=IN_ROOT)
+    output = run(words, tmp_path, 1000, env=IN_ROOT)
     parts = parts_in(tmp_path / "out")
+    limits = [part["limit"] for part in parts.values()]
+    assert max(limits) < 10 * 60 and sum(limits) <= 49 * 60  # as docs/measured.md says
     assert list(parts) == NAMES and output.endswith("gpu_hour.json; failed: none\n")
     for name, part in parts.items():
         assert part["end"] == "done" and part["exit_code"] == 0 and part["began"], name
