@@ -206,10 +206,13 @@ def requested_steps(connection, measure_roofline=None):
 
 
 def device_milliseconds(profiler):
-    """How long the GPU worked, without the gaps in which it waited for the CPU; None on a CPU."""
+    """How long the GPU worked, without the gaps in which it waited for the CPU.
+
+    None on a CPU, and where the profiler sees nothing of the GPU.
+    """
     events = [event for event in profiler.events() if not event.is_user_annotation]
     events = [event for event in events if event.device_type == DeviceType.CUDA]
-    return sum(event.time_range.elapsed_us() for event in events) / 1000 if GPU else None
+    return sum(event.time_range.elapsed_us() for event in events) / 1000 or None
 
 
 def peak_memory():

@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import signal
 import time
 
 import pytest
-from conftest import PYTHON, Job, run
+from conftest import PYTHON, Job, full, run
 
 from benchmarks.gpu_hour import NAMES
 from tests.launched import IN_ROOT
@@ -141,14 +142,15 @@ def test_a_part_that_fails_or_is_late_leaves_the_others(tmp_path):
     assert last["tests"].pop("later")["exit_code"] == 3 and last == again
 
 
-def test_killed_it_leaves_no_process(tmp_path):
+@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), full(signal.SIGTERM, 143)])
+def test_ended_it_leaves_no_process(number, code, tmp_path):
     job = start({"steps": (1000, "late")}, tmp_path)
     deadline = time.monotonic() + 60
     while not (tmp_path / "detached").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    job.process.kill()
-    job.finish(code=-9, timeout=30)  # fails if a process is left
+    job.process.send_signal(number)
+    job.finish(code, timeout=30)  # fails if a process is left
 
 
 @pytest.mark.full
