@@ -28,8 +28,11 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 CORES = own_cores(1)
 
 
-def make_parser(name, description, rounds, batch_size):
-    """A parser with the flags of all benchmarks; rounds and batch_size are their defaults."""
+def make_parser(name, description, rounds, batch_size=None):
+    """A parser with the flags of all benchmarks; rounds and batch_size are their defaults.
+
+    Without batch_size there is no such flag.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description.splitlines()[0],
@@ -38,7 +41,8 @@ def make_parser(name, description, rounds, batch_size):
     add = parser.add_argument
     add("--out", metavar="DIR", type=Path, default=Path("results"), help="for the results")
     add("--rounds", type=int, default=rounds, help="measurements of each contestant")
-    add("-b", "--batch-size", type=int, default=batch_size, help="images")
+    if batch_size:
+        add("-b", "--batch-size", type=int, default=batch_size, help="images")
     return parser
 
 
@@ -132,8 +136,8 @@ def report(name, args, runs, columns, **settings):
     results = {
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "date": str(datetime.date.today()),
-        "hardware": _hardware(),
-        "versions": _versions(),
+        "hardware": hardware(),
+        "versions": versions(),
         "settings": flags | settings,
         "runs": runs,
     }
@@ -142,7 +146,7 @@ def report(name, args, runs, columns, **settings):
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{_hardware()}, torch {torch.__version__}; written to {path}", flush=True)
+    print(f"{hardware()}, torch {torch.__version__}; written to {path}", flush=True)
 
 
 def _print_table(runs, columns):
@@ -155,6 +159,8 @@ def _print_table(runs, columns):
 
 
 def _cell(value):
+    if value is None:  # it was not measured
+        return "-"
     if isinstance(value, dict):  # of spread()
         return f"{_cell(value['median'])} ({_cell(value['low'])} to {_cell(value['high'])})"
     if isinstance(value, float):  # with three digits at least
@@ -163,7 +169,8 @@ def _cell(value):
     return str(value)
 
 
-def _hardware():
+def hardware():
+    """One line: which GPUs, or which CPU and how much memory, and how many cores are ours."""
     if GPU:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {CORES} cores"
     model = platform.machine()
@@ -174,8 +181,9 @@ def _hardware():
     return f"{CORES} cores of {model}, {memory:.0f} GiB, no GPU"
 
 
-def _versions():
-    versions = {"python": platform.python_version()}
+def versions():
+    """{package: version} of those that are installed and matter to what is measured."""
+    found = {"python": platform.python_version()}
     for package in (
         "torch",
         "torchvision",
@@ -187,5 +195,5 @@ def _versions():
         "spdl",
     ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+            found[package] = importlib.metadata.version(package)
+    return found

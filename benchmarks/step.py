@@ -14,7 +14,9 @@ import tempfile
 from statistics import median
 
 import torch
+from torch.autograd import DeviceType
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 
 import common.loader
 from benchmarks.harness import (
@@ -38,6 +40,8 @@ from longrun.model import build_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 A_DAY = 86400  # seconds
+PROFILED = ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler is silent
 
 
 def parse_args():
@@ -69,6 +73,7 @@ def main():
             for name, contestant in alternate(contestants.items(), round_number):
                 times[name].append(1000 * contestant.ask(args.steps) / args.steps)
         memory = {name: contestants[name].ask("memory") for name in names}
+        device = {name: contestants[name].ask("device") for name in names}
         rooflines = {name: contestants[name].ask("roofline") for name in ["bare", "plain"]}
     rooflines["script"] = rooflines["bare"]  # it does the same arithmetic
 
@@ -82,6 +87,8 @@ def main():
             "images_per_second": 1000 * args.batch_size / median(values),
             "time_to_bare": median(to_bare),
             "speed_to_plain": median(times["plain"]) / median(values),
+            "device_ms": device[name],
+            "busy": device[name] and device[name] / median(values),
             "of_roofline": rooflines[name]["ms"] / median(values),
             "roofline": rooflines[name],
         }
@@ -92,6 +99,7 @@ def main():
         "images/s": "images_per_second",
         "x bare": "time_to_bare",
         "speed / plain": "speed_to_plain",
+        "busy": "busy",
         "of roofline": "of_roofline",
         "peak MB": "peak_memory_mb",
     }
@@ -174,13 +182,20 @@ def measure_loop(connection, args, dtype, layout, compiled):
 def requested_steps(connection, measure_roofline=None):
     """Yield once for each step that the parent process asks for.
 
-    A request is a number of steps, or "memory", or "roofline". The answer is the seconds that the
-    steps took, the peak of memory in MB, or what measure_roofline() returns.
+    A request is a number of steps, or "memory", "device" or "roofline". The answer is the seconds
+    that the steps took, the peak of memory in MB, what device_milliseconds() returns of one step,
+    or what measure_roofline() returns.
     """
     while True:
         request = connection.recv()
         if request == "memory":
             connection.send(peak_memory())
+        elif request == "device":
+            yield  # not measured, as below
+            with profile(activities=[PROFILED]) as profiler:
+                yield
+                clock()
+            connection.send(device_milliseconds(profiler))
         elif request == "roofline":
             connection.send(measure_roofline())
         else:
@@ -189,6 +204,16 @@ def requested_steps(connection, measure_roofline=None):
             for _ in range(request):
                 yield
             connection.send(clock() - start)
+
+
+def device_milliseconds(profiler):
+    """How long the GPU worked, without the gaps in which it waited for the CPU.
+
+    None on a CPU, and where the profiler sees nothing of the GPU.
+    """
+    events = [event for event in profiler.events() if not event.is_user_annotation]
+    events = [event for event in events if event.device_type == DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in events) / 1000 or None
 
 
 def peak_memory():
