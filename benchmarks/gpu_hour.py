@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import GPU, ROOT, clean_up_on_sigterm, hardware
-from longrun.arguments import user_errors
 from longrun.files import whole_file
+from longrun.messages import user_errors
 
 TESTS = f"pytest {shlex.quote(str(ROOT / 'tests/gpu/test_gpu.py'))} -m gpu -v -p no:cacheprovider"
 TESTS += " --durations=20"

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from common.device import end_with_parent, own_cores
+from common.loader import end_with_parent
+from longrun.device import own_cores
 
 CLASSES = 8
 VALIDATION_IMAGES = 64
