@@ -25,7 +25,7 @@ PYTHON = sys.executable
 # As if its environment was active.
 ACTIVE = {"PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"}
 # What is started under nohup, or behind a shell, as the tests may be, ignores these otherwise.
-HEAR_SIGNALS = ["env", "--default-signal=HUP,INT"]
+HEAR_SIGNALS = ["env", "--default-signal=HUP,INT,QUIT"]
 # What torchrun sets for two processes and the other launchers do not: sums in one order.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Fast settings: a small model without BatchNorm on small images, 29 steps an epoch.

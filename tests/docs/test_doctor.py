@@ -512,7 +512,7 @@ def test_a_hang_ends_with_both_lines(tmp_path):
     script, line = copied(tmp_path, "all_reduce_on_rank_0"), "            dist.all_reduce(correct)"
     edits = [(line, f'            open("stood", "w").close()\n{line}')]
     script.write_text(edited(script.read_text(), edits))
-    ((_, said, _),) = examined(tmp_path, script, code=1)[0]
+    ((_, said, _),) = examined(tmp_path, "--keep", script, code=1)[0]
     lines = script.read_text().splitlines()
     places = [int(number) for number in re.findall(r"at script\.py:(\d+)", said)]
     assert "all_reduce(correct)" in lines[places[0] - 1] and "model(" in lines[places[1] - 1]
@@ -540,7 +540,7 @@ DistributedDataParallel(Slow(1, 1))(torch.ones(1, 1)).sum().backward()
 def test_a_slow_model_is_no_hang(tmp_path):
     """Its code is called by DDP, where processes wait as well."""
     (tmp_path / "script.py").write_text(SLOW)
-    ((_, text, place),) = examined(tmp_path, "--patience=2", "script.py", code=1)[0]
+    ((_, text, place),) = examined(tmp_path, "--patience=2", "script.py", code=3)[0]
     assert place == "rank-0-prepares-for-longer-than-the-timeout", text
     assert text.startswith("hint: rank 0 is at script.py:11, rank 1 waits in backward"), text
 

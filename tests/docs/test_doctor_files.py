@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, full
+from conftest import HEAR_SIGNALS, ROOT, full
 
 PLAYER = f"""
 import subprocess, sys
@@ -57,7 +57,7 @@ class Place:
         file.write_text(script)
         self.jobs.append(
             subprocess.Popen(
-                [sys.executable, player, *flags, file],
+                [*HEAR_SIGNALS, sys.executable, player, *flags, file],
                 env=os.environ | {"DOCTOR_STATE": str(self.state)} | (env or {}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
