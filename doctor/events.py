@@ -14,6 +14,8 @@ import threading
 FIELDS = {
     # ---- Processes and groups
     "began": "gpus",  # the script begins; gpus: how many this process sees
+    # init_process_group() is called with a rank, below a launcher that has set RANK to `number`
+    "joins": "rank number",
     "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK
     "shards": "weights",  # fully_shard() is about to divide these: sums by name
     "part": "",  # a group of some of the processes was made, or a mesh of two axes
@@ -37,7 +39,8 @@ FIELDS = {
     # ---- Models
     "wrap": "frozen",  # DDP has wrapped a model; frozen: names of weights without a gradient
     "synced": "",  # SyncBatchNorm was asked for, where there is no GPU
-    "forward": "trains training wrapped modes",  # training: its mode; modes: see models.modes()
+    # training: its mode; modes: see models.modes(); sends: DDP sends its buffers before
+    "forward": "trains training wrapped modes sends",
     "backward": "",
     # The first pass of a model without gradients since a step that was looked at: sums of its
     # tensors by name.
@@ -64,9 +67,11 @@ FIELDS = {
     # items: [name, sum of the label, sum of the image] each; grad: read with gradients enabled
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass
+    "over": "number",  # the loader has no more batch
     "drew": "of",  # a worker of a loader drew random numbers of this library for an item
     # ---- Files
     "save": "path of_wrapped parts",  # parts: of tensors that FSDP has divided
+    "writes": "path",  # a file is opened that is emptied first, or written by another library
     "load": "path",
     "prints": "words numbers",  # a line with numbers; words: what is between them
     "above 100 %": "",  # printed

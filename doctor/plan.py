@@ -175,4 +175,7 @@ class OtherRuns:
         steps = len(runs[0][0].of("step")) if runs[0] else 0
         said = failed[0] if failed and not runs[0].stopped else f"{steps} steps in each"
         self.said.append(f"{machines} machines of a process each: {said}")
-        return findings(runs)
+        # On these machines each is local rank 0: who saves on two processes does so on all.
+        all_save = {one.line for one in findings([self.run]) if one.place == "every-process-saves"}
+        found = filter(None, [*map(comparing.joins_as_local_rank, runs), *findings(runs)])
+        return [one for one in found if one.place != comparing.LOCAL or one.line not in all_save]

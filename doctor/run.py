@@ -116,18 +116,20 @@ def read(folder, died):
 def passes_of(events):
     """Each pass over a loader: its event "pass", and what was done with its items.
 
-    items: of all its batches; read: how many batches; backwards: calls of backward(); last: the
-    place of the event of its last batch; cut: --steps has ended it; whole: it was read to its end;
-    forward: its first forward pass. It is "trained" if backward() was called in it, else
-    "validated" if it was read without gradients, or a model was called so, or in eval mode.
+    items: of all its batches; read: how many batches; backwards: calls of backward(); steps: of
+    optimizers; last: the place of the event of its last batch; cut: --steps has ended it; over: the
+    loader had no more; whole: all batches were read; forward: its first forward pass. It is
+    "trained" if backward() was called in it, else "validated" if it was read without gradients, or
+    a model was called so, or in eval mode.
     """
     passes, now = {}, None
     for event in events:
         if event["kind"] == "pass":
-            new = {"items": [], "read": 0, "backwards": 0, "cut": False, "forward": None}
-            passes[event["number"]] = event | new | {"trained": False, "validated": False}
-        elif event["kind"] == "cut" and event["number"] in passes:
-            passes[event["number"]]["cut"] = True
+            new = {"items": [], "read": 0, "backwards": 0, "steps": 0, "forward": None}
+            new |= {"cut": False, "over": False, "trained": False, "validated": False}
+            passes[event["number"]] = event | new
+        elif event["kind"] in ("cut", "over") and event["number"] in passes:
+            passes[event["number"]][event["kind"]] = True
         elif event["kind"] == "batch" and event["number"] in passes:
             now = passes[event["number"]]
             now["items"] += map(tuple, event["items"])
@@ -135,6 +137,11 @@ def passes_of(events):
             now["last"] = event["place"]
             now["validated"] |= not event["grad"]
         elif now:
+            # Read ahead, the last batch is used when the pass is over; another's is no part of it.
+            if now["over"] and now["validated"] and event["kind"] == "backward":
+                now = None
+                continue
+            now["steps"] += event["kind"] == "step"
             if event["kind"] == "forward":
                 now["forward"] = now["forward"] or event
             now["trained"] |= event["kind"] == "backward"

@@ -39,6 +39,7 @@ class Process:
         self.root = os.path.dirname(folder)
         self.keeper = Keeper(Journal(folder))
         self.recorder = record.Recorder(self)
+        self.told = []  # functions that are told the path of each file that is written anew
 
     def forked(self):
         """In a forked process: a journal that was being read is read anew."""
@@ -75,6 +76,11 @@ class Process:
         self.recorder.watch()
         self.do(Keeper.will_write, path, cuts, os.getpid())
         self.recorder.writes(path)
+
+    def tell(self, path):
+        path = real(path)
+        for function in [] if self.skips(path) else self.told:
+            function(path)
 
     def has_written(self, *paths):
         """By functions that have closed it when they return."""
@@ -121,11 +127,14 @@ def on_open(process, path, mode, flags):
         path = os.path.join(os.readlink(b"/proc/self/fd/%d" % HERE.dir_fd), path)
     if flags & os.O_EXCL and os.path.lexists(path):
         return  # it will fail
+    if flags & os.O_TRUNC:
+        process.tell(path)
     process.will_write(path, cuts=bool(flags & os.O_TRUNC))
 
 
 def on_write(process, path, cuts):
     """By a function that is wrapped."""
+    process.tell(path)
     process.will_write(path, cuts)
 
 
@@ -243,8 +252,8 @@ def install():
     alive = os.environb.get(RUN.encode())
     if PROCESS or not alive or getattr(sys, "doctor_files", None):
         return
-    sys.doctor_files = True  # this package may be there a second time, by another name
     process = PROCESS = Process(alive)
+    sys.doctor_files = process  # this package may be there a second time, by another name
     handlers = HANDLERS.get
 
     def hook(event, args):

@@ -7,6 +7,7 @@ from ..run import names
 from . import Finding
 
 BATCH = "the-batch-size-is-per-process"
+LOCAL = "local-rank-0-is-taken-for-rank-0"
 REPEATED = "the-resumed-run-repeats-an-epoch"
 SUM = "doctor.md#the-gradients-are-a-sum"
 NUMBERS = "doctor.md#a-number-is-that-of-a-part"
@@ -16,10 +17,22 @@ UNIT = r"s\b|ms|sec|min|h\b|it\b|\w+ ?(/|per)"  # of a time or a speed
 def batch_per_process(run, alone):
     """A hint, for the learning rate may be chosen for it."""
     for row, (one, *_) in zip(run.rounds("trained"), alone.rounds("trained"), strict=False):
-        step, single = (len(p["items"]) // p["read"] for p in (row[0], one))
+        if row[0]["stream"] or not (row[0]["steps"] and one["steps"]):
+            continue  # of a stream a batch is noted as one item
+        step, single = (len(p["items"]) / p["steps"] for p in (row[0], one))
         if step * len(run) > 1.5 * single:
-            text = f"a step takes {step * len(run)} items; with one process {single}"
+            text = f"a step takes {step * len(run):.4g} items; with one process {single:.4g}"
             return Finding(row[0]["made"], text, BATCH, certain=False)
+    return None
+
+
+def joins_as_local_rank(run):
+    """Certain: two processes would be one rank, and the group waits for the other."""
+    for process in run:
+        for event in process.of("joins"):
+            if event["rank"] != event["number"]:
+                text = f"it joins as rank {event['rank']}, and its RANK is {event['number']}"
+                return Finding(event["line"], f"{text}: is it LOCAL_RANK?", LOCAL, certain=True)
     return None
 
 

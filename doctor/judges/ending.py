@@ -39,6 +39,22 @@ def frozen_late(run):
                 )
 
 
+@judge("run", "the-wrapped-model-on-rank-0-alone", certain=True, explains=["hang"])
+def wrapped_alone(run):
+    """Certain where the run fails, and DDP has sent its buffers to processes that did not call."""
+    if run.stopped or not any(process.end["error"] or process.died for process in run):
+        return None
+    lines = [
+        {e["line"] for e in process.of("forward") if e["sends"] and not e["trains"]}
+        for process in run
+    ]
+    alone = sorted(set.union(*lines) - set.intersection(*lines))
+    if not alone:
+        return None
+    ranks = " and ".join(str(rank) for rank, of_one in enumerate(lines) if alone[0] in of_one)
+    return Finding(alone[0], f"rank {ranks} alone calls DDP's model here, which sends its buffers")
+
+
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True, general="hang")
 def calls_differ(run):
     """Certain: what one calls among all, all must call. gloo may take what another call has sent.

@@ -39,6 +39,14 @@ def added_up(one, process):
     return any(event["name"] in REDUCING for event in called(one, process))
 
 
+def by_files(passes, processes):
+    """Whether the others write what they have validated into files, which rank 0 may read."""
+    return all(
+        any(e["place"] > one["place"] for e in process.of("writes", "save"))
+        for one, process in zip(passes, processes, strict=True)
+    )
+
+
 def gathered(one, process):
     return any("gather" in event["name"] for event in called(one, process))
 
@@ -67,7 +75,8 @@ def one_part(row, run):
     """A hint, for rank 0's part may be meant as a sample."""
     whole = all(one["whole"] for one in row) and all(process.of("end") for process in run)
     overlap = len(set.intersection(*[{*names(one)} for one in row]))
-    if whole and overlap <= max(0, row[0]["padding"]) and not added_up(row[0], run[0]):
+    together = added_up(row[0], run[0]) or by_files(row[1:], run[1:])
+    if whole and overlap <= max(0, row[0]["padding"]) and not together:
         return Finding(row[0]["line"], "each process validates a part, and nothing is added up")
 
 
@@ -112,7 +121,10 @@ def labels_of(passes):
 
 @judge("run", ONCE, certain=True, general="items")
 def never_validated(run):
-    """Certain where parts, or drop_last, leave items out of a pass that was read to its end."""
+    """Certain where parts, or drop_last, leave items out of a pass that was read to its end.
+
+    A hint for the loader that it trains with.
+    """
     for passes in validations(run):
         size = passes[0]["size"]
         if not size or any(one["stream"] or one["cut"] or not one["whole"] for one in passes):
@@ -124,7 +136,9 @@ def never_validated(run):
         if len(seen) < size and (parted or any(one["drops"] for one in passes)):
             why = ": drop_last=True" if passes[0]["drops"] else ""
             text = f"{size - len(seen)} of {size} items are never validated{why}"
-            return Finding(passes[0]["line"], text)
+            # Those that it trains with, in an order that changes, are looked at for an estimate.
+            trains = {one["made"] for one in run[0].passes if one["trained"]}
+            return Finding(passes[0]["line"], text, certain=passes[0]["made"] not in trains)
 
 
 @judge("validated", ONCE, certain=True, general="items")
@@ -239,6 +253,22 @@ def all_save(run):
             place = "local-rank-0-is-taken-for-rank-0"
             return Finding(lines[0], f"{text}, as local rank 0", place)
         return Finding(lines[0], text)
+
+
+@judge("run", "every-process-saves", certain=False)
+def all_write(run):
+    """A hint: what comes last stays; or what two write at the same time is mixed."""
+    saved = {event["path"] for process in run for event in process.of("save")}
+    writers = defaultdict(dict)
+    for process in run:
+        for event in process.of("writes"):
+            writers[event["path"]].setdefault(id(process), event["line"])
+    several = {path: by for path, by in writers.items() if len(by) > 1 and path not in saved}
+    if not several:
+        return None
+    (lines, *_), names = several.values(), sorted(map(os.path.basename, several))
+    text = f"{len(lines)} processes write {', '.join(names[:3])}"
+    return Finding(next(iter(lines.values())), text)
 
 
 @judge("run", "doctor.md#a-result-is-read-too-early", certain=False, general="early")

@@ -2,12 +2,16 @@
 
 import os
 
-from ..events import note
+from ..events import RECORD, note
 from . import wrap
 
 
 def install(torch):
     dist = torch.distributed
+
+    def joins(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *_, **__):
+        if RECORD.launched and rank >= 0:
+            note("joins", rank=rank, number=int(os.environ.get("RANK", rank)))
 
     def joined(*args, **kwargs):
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -21,7 +25,7 @@ def install(torch):
         if self.ndim > 1:
             note("part")
 
-    wrap(dist, "init_process_group", after=joined, waits="init_process_group")
+    wrap(dist, "init_process_group", joins, joined, waits="init_process_group")
     wrap(dist, "new_group", after=new_group, waits="new_group")
     wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh, waits="the constructor of DeviceMesh")
     wrap(dist.algorithms.join.Join, "__enter__", before=lambda self: note("join"))

@@ -4,6 +4,7 @@ Methods only are wrapped: the iterator that a script gets is the one that torch 
 """
 
 import collections
+import functools
 import itertools
 import os
 
@@ -25,6 +26,7 @@ def install(torch):
     wrap(data.DataLoader, "__iter__", forget, begin)
     wrap(iterator, "_next_index", after=asked)
     wrap(iterator, "__next__", before=given_out, after=lambda *args: got(torch, *args))
+    note_ends(iterator)
     states = []
 
     def before_items(*_):
@@ -37,6 +39,20 @@ def install(torch):
             note_drawn(states.pop(), random_states(torch))
 
     wrap(fetcher, "fetch", before_items, after_items)
+
+
+def note_ends(iterator):
+    real = iterator.__next__
+
+    @functools.wraps(real)
+    def call(self):
+        try:
+            return real(self)
+        except StopIteration:
+            note("over", number=getattr(self, "doctors_pass", -1))
+            raise
+
+    iterator.__next__ = iterator.next = call
 
 
 def note_drawn(before, after):
@@ -80,7 +96,7 @@ def begin(iterator, self):
         classes=classes_of(self.dataset),
         sampler=getattr(sampler, "doctors_line", self.doctors_line),
         length=length(sampler),
-        drops=bool(self.drop_last),
+        drops=bool(self.drop_last or getattr(self.batch_sampler, "drop_last", False)),
         # What a DistributedSampler has.
         seed=getattr(sampler, "seed", None),
         epoch=getattr(sampler, "epoch", None),

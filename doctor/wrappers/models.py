@@ -53,6 +53,7 @@ def install(torch):
             training=module.training,
             wrapped=True,
             modes=modes(module),
+            sends=letter != "p" and model.will_sync_module_buffers(),
         )
         if module.training and grads():
             ORDERS[MODELS.index(model)].append((letter, event["line"]))
@@ -68,7 +69,8 @@ def install(torch):
             note_forward(model, "p")
         elif grads():
             trains, mode = module.training, module.training
-            note("forward", trains=trains, training=mode, wrapped=False, modes=modes(module))
+            facts = {"wrapped": False, "modes": modes(module), "sends": False}
+            note("forward", trains=trains, training=mode, **facts)
         if grads() and module.training:
             validated.discard(module)
         elif not grads() and module not in validated:

@@ -1,14 +1,28 @@
 """Files that the script saves and loads. That none is lost is the work of files/."""
 
+import itertools
 import os
+import sys
 
 from ..events import note
 from . import wrap
 
+numbers = itertools.count()  # of files that are written
+
 
 def install(torch):
+    if files := getattr(sys, "doctor_files", None):
+        files.told.append(writes)
     wrap(torch, "save", before=save)
     wrap(torch, "load", before=lambda f, *_, **__: note("load", path=path_of(f)))
+
+
+def writes(path):
+    """Of files below the current folder, where results lie; none that is hidden, and no lock."""
+    name = os.path.relpath(os.fsdecode(path), os.path.realpath(os.getcwd()))
+    hidden = any(part.startswith(".") for part in name.split(os.sep))  # ".." too
+    if not hidden and not name.endswith(".lock") and next(numbers) < 500:
+        note("writes", path=os.path.abspath(name))
 
 
 def path_of(file):

@@ -61,6 +61,7 @@ BY_HAND = [
 ]
 FORWARD = "        loss = torch"
 REDUCE = "    dist.all_reduce(correct)"
+DROPS = "loader = DataLoader(data, 8, sampler=sampler, drop_last=True)"
 DROPOUT = ("torch.nn.ReLU()", "torch.nn.Dropout()")
 SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
 
@@ -172,6 +173,26 @@ SEEN = {
         True,
         "16 of 64 items are never validated: drop_last=True",
         "in val_loader",
+    ),
+    "last batch dropped by a sampler of batches": (
+        [
+            (
+                "val_loader = DataLoader(data, 8, sampler=range(rank, 64, 2))",
+                "parts = torch.utils.data.BatchSampler(range(rank, 60, 2), 8, drop_last=True)\n"
+                "val_loader = DataLoader(data, batch_sampler=parts)",
+            )
+        ],
+        True,
+        "16 of 64 items are never validated: drop_last=True",
+        "in val_loader",
+    ),
+    "the training images once more": (
+        [("        for images, target in val_loader:", "        for images, target in loader:")]
+        + [("torch.randn(64", "torch.randn(66"), ("torch.arange(64)", "torch.arange(66)")]
+        + [("loader = DataLoader(data, 8, sampler=sampler)", DROPS)],
+        False,
+        "2 of 66 items are never validated",
+        "in loader:",
     ),
     "parts that overlap": (
         [

@@ -111,3 +111,57 @@ def test_an_environment_of_its_own_gets_the_hook(theirs, monkeypatch):
     folders = env[key] if isinstance(env[key], str) else env[key].decode()
     assert folders.split(":")[0] == "/site"
     assert not theirs or folders.endswith(":/mine")
+
+
+def process(*kinds, **more):
+    """With these events: a kind, or (kind, facts)."""
+    pairs = [(kind, {}) if isinstance(kind, str) else kind for kind in kinds]
+    facts = {"line": "t.py:1", "made": "t.py:1", "stream": False, "batches": 1, "grad": True}
+    facts |= {"trains": True, "training": True, "items": [["0:0", "1", "1"]], "number": 0} | more
+    return Process([facts | {"kind": kind} | own for kind, own in pairs])
+
+
+def test_what_comes_after_a_validation_is_no_part_of_it():
+    """A process whose batches another one sends it reads no loader when it trains."""
+    evaluates = ("forward", {"trains": False, "training": False})
+    (one,) = process("pass", ("batch", {"grad": False}), "over", evaluates, "backward").passes
+    assert one["validated"] and not one["trained"]
+    (one,) = process("pass", "batch", "over", "forward", "backward", "step").passes  # read ahead
+    assert one["trained"] and one["steps"] == 1
+
+
+def test_a_step_may_take_several_batches():
+    """16 items in each step: two batches of 4 on two processes, four on one."""
+
+    def run(ranks, batches):
+        four = ("batch", {"items": [[f"0:{i}", "1", "1"] for i in range(4)]})
+        events_of_step = [four, "backward"] * batches + ["step"]
+        return Run(process("pass", *events_of_step * 2) for _ in range(ranks))
+
+    assert comparing.batch_per_process(run(2, 2), run(1, 4)) is None
+    found = comparing.batch_per_process(run(2, 1), run(1, 1))
+    assert found.text == "a step takes 8 items; with one process 4"
+
+
+def test_counts_of_weights_are_the_same_but_for_rounding():
+    rows = [[{"counted": 5.000000476837158, "line": "t.py:1"}, {"counted": 5.0}]] * 3
+    assert training.own_count(rows, None) is None
+    rows = [[{"counted": 5.0, "line": "t.py:1"}, {"counted": 3.5}]] * 3
+    assert training.own_count(rows, None).text == "the means of the loss are over 5 and 3.5 items"
+
+
+def test_a_local_rank_with_which_a_process_joins():
+    wrong, right = ("joins", {"rank": 0, "number": 1}), ("joins", {"rank": 1, "number": 1})
+    assert comparing.joins_as_local_rank(Run([process(right)])) is None
+    found = comparing.joins_as_local_rank(Run([process(wrong)]))
+    assert found.text == "it joins as rank 0, and its RANK is 1: is it LOCAL_RANK?"
+
+
+def test_files_that_two_processes_write():
+    """But for those of which a mistake is told: torch.save() of all."""
+    log, own = ("writes", {"path": "/x/log.csv"}), ("writes", {"path": "/x/log0.csv"})
+    saves = ("save", {"path": "/x/log.csv"})
+    found = validation.all_write(Run([process(log, own), process(log)]))
+    assert found.text == "2 processes write log.csv"
+    assert validation.all_write(Run([process(log, saves), process(log)])) is None
+    assert validation.all_write(Run([process(log), process(own)])) is None
