@@ -34,15 +34,6 @@ LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
 # The folders of diffs that people wrote. Each diff names the script that it changes.
 WRITTEN = ["recipes", "bugs", "minimal/recipes/transformer"]
 
-# The hunks that carry the strategy: those with one of these words.
-HUNKS = {
-    "dataparallel": ["# Strategy."],
-    "multiprocessing_distributed": ["# Who am I?", "dist.FileStore", "def spawn"],
-    "distributed_slurm_main": ["# Who am I?", "task.open_store", "def launch"],
-    "apex_distributed": ["# Strategy.", "amp.scale_loss"],
-    "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
-    "fsdp_distributed": ["# Strategy.", "shards.gather()", "longest"],
-}
 # The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
 # from the one that holds it on.
 LESSON = [
@@ -72,33 +63,6 @@ def diff(old, new, *flags):
     command = ["diff", *flags, "--label", f"{old}.py", "--label", f"{new}.py"]
     command += [f"{old}.py", f"{new}.py"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-
-
-def strategy(old, new, words):
-    """A block with the hunks that hold one of the words, and the functions they are in."""
-    lines = []
-    for name, part in hunks_of(diff(old, new, "-U1", "--show-function-line=^def ")[2:]):
-        if any(word in line for word in words for line in part):
-            lines += [f"@@ {name} @@", *(line.rstrip() for line in part)]
-    for word in words:
-        assert any(word in line for line in lines), f"no {word} in {old} against {new}"
-    return fenced("diff", lines)
-
-
-def hunks_of(lines):
-    """(function, the lines from the first changed one to the last) of each hunk of a diff."""
-    hunks = []
-    for line in lines:
-        if line.startswith("@@"):
-            hunks.append([line])
-        else:
-            hunks[-1].append(line)
-    found = []
-    for hunk in hunks:
-        changed = [i for i, line in enumerate(hunk) if line[0] in "+-"]
-        names = re.findall(r"\bdef (\w+)", "\n".join(hunk[: changed[0] + 1]))
-        found.append((names[-1] if names else "imports", hunk[changed[0] : changed[-1] + 1]))
-    return found
 
 
 def composed():
@@ -169,18 +133,6 @@ def in_files(command, *texts):
         for path, text in zip(paths, texts, strict=True):
             path.write_text(text)
         return subprocess.run([*command, *paths], capture_output=True, text=True)
-
-
-def recipe(written):
-    """A block with what a diff of a full script changes, and the functions it is in."""
-    old = (ROOT / changes(written)).read_text()
-    command = ["diff", "-U1", "--show-function-line=^def "]
-    made = in_files(command, old, applied(old, written)).stdout.splitlines()[2:]
-    lines = []
-    for name, part in hunks_of(made):
-        inside = part[0][1:].startswith(" ")
-        lines += [f"@@ {name} @@" if inside else "@@ @@", *(line.rstrip() for line in part)]
-    return fenced("diff", lines)
 
 
 def minimal_hunks(old, new):
@@ -370,9 +322,7 @@ def transformer():
 
 def blocks():
     """{NAME: what stands in the block}."""
-    made = {f"diff {name}": strategy("distributed", name, HUNKS[name]) for name in OTHERS}
-    words = ["# Who am I?", "init_process_group", "# Strategy."]
-    made["diff distributed"] = strategy("dataparallel", "distributed", words)
+    made = {}
     for name in OTHERS:
         lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
         made[f"changed {name}"] = f"[{len(lines)}](../diffs/{name}.diff)"
@@ -395,7 +345,8 @@ def blocks():
     for path, text in (diffs | written_diffs()).items():
         folder, _, name = path.removesuffix(".diff").rpartition("/")
         kind = "transformer" if folder.endswith("transformer") else folder[:-1]
-        made[f"{kind} {name}"] = recipe(text) if folder == "recipes" else bug(text)
+        if folder != "recipes":  # their page links the files
+            made[f"{kind} {name}"] = bug(text)
     made |= transformer()
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))

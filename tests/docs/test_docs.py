@@ -33,9 +33,7 @@ DOCUMENTS = generate.DOCUMENTS
 ENGLISH = [name for name in DOCUMENTS if "zh-CN" not in name]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BLOCK = re.compile(r"<!-- generated: (.+?) -->(.*?)<!-- end -->", re.S)
-# The diffs of full scripts and of their recipes: the Chinese pages have a link to the file instead.
-NOT_REPEATED = re.compile(r"<!-- generated: (?:recipe|diff) (\w+) -->.*?<!-- end -->", re.S)
-DIFF_LINK = re.compile(r"^diff\uff1a\[\w+/(\w+)\.diff\]", re.M)
+DIFF = re.compile(r"\]\((\S+\.diff)\)")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # An answer ends with where it is: [file](file): `function`, or a full-width colon.
@@ -452,12 +450,18 @@ def test_the_lesson_is_the_whole_difference():
 @pytest.mark.parametrize("name", ENGLISH)
 def test_both_languages_have_the_same_commands_and_code(name):
     english, chinese = read(name), read(name.replace(".md", ".zh-CN.md"))
-    shown = NOT_REPEATED.findall(english)
-    linked = ["dataparallel" if diff == "distributed" else diff for diff in shown]  # one file
-    assert DIFF_LINK.findall(chinese) == linked
-    english = NOT_REPEATED.sub("", english)
-    for same in (commands, BLOCK.findall, FENCE.findall, PLACE.findall):
+    for same in (commands, BLOCK.findall, FENCE.findall, PLACE.findall, DIFF.findall):
         assert same(english) == same(chinese)
+
+
+def test_the_page_links_every_recipe():
+    """In its own section: the diff is not shown there."""
+    text = read("docs/recipes.md")
+    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
+    assert sorted(sections) == recipes
+    for name in recipes:
+        assert DIFF.findall(sections[name]) == [f"../recipes/{name}.diff"]
 
 
 def test_answers_link_to_functions_that_exist():
