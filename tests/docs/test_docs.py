@@ -101,6 +101,7 @@ TESTED = {
     r"python doctor\.py": "docs/test_doctor_ends.py::test_the_old_name",
     GENERATORS: "docs/test_docs.py::test_generators_change_nothing",
     rf"diff ({SCRIPTS})\.py ({SCRIPTS})\.py": "docs/test_diffs.py::test_scripts_differ",
+    r"grep -o .*data_time.*": "docs/test_docs.py::test_how_long_a_run_waited_for_images",
     r"\./start\.sh": "docs/test_docs.py::test_first_command",
     r"\./start\.sh NAME \[flags\]": "docs/test_docs.py::test_start",
     r"\./start\.sh test( .*)?": "docs/test_docs.py::test_start_runs_the_tests",
@@ -265,6 +266,15 @@ def test_block_of_recipes(block, clone, tmp_path):
         else:
             said = small(line, tmp_path, *([] if "--evaluate" in line else QUICK))
             assert re.search(r"^(?: \*|epoch \S+ step \d+)  ?loss ", said, re.M), said
+
+
+@pytest.mark.full
+def test_how_long_a_run_waited_for_images(clone, trained):
+    """One figure for each epoch, below 1."""
+    (command,) = matching("grep .*data_time.*")
+    command = command.replace("checkpoints-try", trained.name)
+    (figure,) = re.findall(r'^"data_time": (0\.\d+)$', run(["sh", "-c", command], clone), re.M)
+    assert 0 < float(figure) < 1
 
 
 EXAMPLES = [e for e in re.findall(r"^#   (\w+=.*?)  ", read("start.sh"), re.M) if "slurm" not in e]
