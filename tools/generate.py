@@ -26,11 +26,10 @@ DOCUMENTS = READMES + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glo
 OTHERS = ["multiprocessing_distributed", "dataparallel", "distributed_slurm_main"]
 OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
-# The minimal scripts that are shown as diffs against minimal/distributed.py.
-MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
-# And those that are shown as diffs against minimal/one_gpu.py.
-LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
+# Minimal scripts whose diffs against minimal/distributed.py a page shows, and those that it links.
+SHOWN = ["by_hand", "fsdp_distributed"]
+LINKED = ["multiprocessing_distributed", "distributed_slurm_main"]
+LINKED += ["apex_distributed", "horovod_distributed"]
 # The folders of diffs that people wrote. Each diff names the script that it changes.
 WRITTEN = ["recipes", "bugs", "minimal/recipes/transformer"]
 
@@ -337,22 +336,17 @@ def blocks():
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
-    for name in MINIMAL:
+    for name in SHOWN:
         made[f"minimal {name}"] = whole("distributed", name)
-    for name in LIBRARIES:
-        made[f"library {name}"] = whole("one_gpu", f"libraries/{name}")
-    diffs = {path: text for path, text in composed().items() if path.endswith(".diff")}
-    for path, text in (diffs | written_diffs()).items():
+    kinds = {"bugs": "bug", "minimal/recipes/transformer": "transformer"}
+    for path, text in written_diffs().items():
         folder, _, name = path.removesuffix(".diff").rpartition("/")
-        kind = "transformer" if folder.endswith("transformer") else folder[:-1]
-        if folder != "recipes":  # their page links the files
-            made[f"{kind} {name}"] = bug(text)
+        if folder in kinds:  # the pages of the recipes link the files
+            made[f"{kinds[folder]} {name}"] = bug(text)
     made |= transformer()
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
-    made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))
     for name, (first, last) in LOSSES.items():
         made[f"losses {name}"] = excerpt("docs/losses.py", (first, last))
-    made["load"] = excerpt("docs/load_weights.py", ("import re", "return new"))
     made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
     lines = (ROOT / "distributed.py").read_text().splitlines()
     made["imports"] = fenced(
@@ -398,7 +392,9 @@ def navigation(name):
 
 def everything():
     """{path: text} of all that is generated."""
-    files = {f"diffs/{name}.diff": diff("distributed", name, "-U2") for name in OTHERS}
+    pairs = [("distributed", name) for name in OTHERS]
+    pairs += [("minimal/distributed", f"minimal/{name}") for name in LINKED]
+    files = {f"diffs/{new}.diff": diff(old, new, "-U2") for old, new in pairs}
     files = {path: "\n".join(lines) + "\n" for path, lines in files.items()}
     files |= {f"docs/{name}": svg for name, svg in draw().items()} | written_diffs()
     files |= composed()

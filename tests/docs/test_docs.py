@@ -33,7 +33,7 @@ DOCUMENTS = generate.DOCUMENTS
 ENGLISH = [name for name in DOCUMENTS if "zh-CN" not in name]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BLOCK = re.compile(r"<!-- generated: (.+?) -->(.*?)<!-- end -->", re.S)
-DIFF = re.compile(r"\]\((\S+\.diff)\)")
+DIFF = re.compile(r"\]\(([^)\s]+\.diff)\)")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # An answer ends with where it is: [file](file): `function`, or a full-width colon.
@@ -102,6 +102,7 @@ TESTED = {
     GENERATORS: "docs/test_docs.py::test_generators_change_nothing",
     rf"diff ({SCRIPTS})\.py ({SCRIPTS})\.py": "docs/test_diffs.py::test_scripts_differ",
     r"grep -o .*data_time.*": "docs/test_docs.py::test_how_long_a_run_waited_for_images",
+    r"diff minimal/one_gpu\.py minimal/libraries/\w+\.py": "docs/test_diffs.py::test_libraries",
     r"\./start\.sh": "docs/test_docs.py::test_first_command",
     r"\./start\.sh NAME \[flags\]": "docs/test_docs.py::test_start",
     r"\./start\.sh test( .*)?": "docs/test_docs.py::test_start_runs_the_tests",
@@ -438,7 +439,7 @@ def test_what_is_generated_is_as_its_source(generated):
     """So is every block of code. What is not code is a command, or what a command printed."""
     for path, text in generated.items():
         assert read(path) == text, f"{path}: run tools/generate.py"
-    there = [*ROOT.glob("docs/*.svg"), *ROOT.glob("diffs/*")]
+    there = [*ROOT.glob("docs/*.svg"), *ROOT.glob("diffs/**/*.diff")]
     assert {str(path.relative_to(ROOT)) for path in there} <= generated.keys()
     texts = [read(name) for name in ENGLISH]
     assert {name for text in texts for name, _ in BLOCK.findall(text)} == generate.blocks().keys()
@@ -464,14 +465,14 @@ def test_both_languages_have_the_same_commands_and_code(name):
         assert same(english) == same(chinese)
 
 
-def test_the_page_links_every_recipe():
+@pytest.mark.parametrize("page, folder", [("recipes", ""), ("recipes_minimal", "minimal/")])
+def test_the_page_links_every_recipe(page, folder):
     """In its own section: the diff is not shown there."""
-    text = read("docs/recipes.md")
-    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
-    recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
-    assert sorted(sections) == recipes
+    sections = {s.partition("\n")[0]: s for s in read(f"docs/{page}.md").split("\n## ")[1:]}
+    recipes = {path.stem for path in (ROOT / folder / "recipes").glob("*.diff")}
+    assert sections.keys() - {"Weights of others"} == recipes
     for name in recipes:
-        assert DIFF.findall(sections[name]) == [f"../recipes/{name}.diff"]
+        assert DIFF.findall(sections[name]) == [f"../{folder}recipes/{name}.diff"]
 
 
 def test_answers_link_to_functions_that_exist():
