@@ -50,9 +50,7 @@ GPUS = {"V100": 1200, "RTX 3090": 1218, "A100": 2470, "H100": 5000}
 # What docs/losses.md shows of docs/losses.py: from a text to another one.
 LOSSES = {
     "weighted_cross_entropy": ("def weighted", "DDP divides by world_size"),
-    "mask": ("def masked_l1", "count.clamp(min=1)"),
     "sums": ("def sum_of_all", "return 1 - "),
-    "root": ("def rmse", ".sqrt()"),
     "rows": ("def rows_of_all", "return (cross_entropy"),
 }
 
@@ -302,12 +300,10 @@ def transformer():
     """{NAME: what stands in a block} of docs/transformer.md, but for the diffs."""
     parts = {
         "divided": [("net = Net()", "optimizer = ")],
-        "windows": [("text = torch.tensor(list(", "val_loader = "), ("sums = ", "dist.all_reduce")],
         "checkpoints": [
             ("saved = ", "set_state_dict(net"),
             ("dist.all_reduce(sums)", "rmtree(FOLDER / str"),
         ],
-        "sample": [("torch.manual_seed(0)  # all processes draw", "print(bytes")],
     }
     path = "minimal/transformer.py"
     made = {f"transformer {name}": excerpt(path, *pairs) for name, pairs in parts.items()}
