@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,7 @@ LESSON = [
     ("output = model", "model"),
     ("for buffer in", "metrics"),
 ]
+WIDTH = 60  # characters of a line of the lesson, its sign included: what a phone can show
 # Images/s of a ResNet-50 in training, as others have published them: docs/measured.md says who.
 GPUS = {"V100": 1200, "RTX 3090": 1218, "A100": 2470, "H100": 5000}
 # What docs/losses.md shows of docs/losses.py: from a text to another one.
@@ -181,11 +183,75 @@ def lesson():
         step = next((s for text, s in LESSON if any(text in line for line in hunk)), step)
         steps.setdefault(step, []).append((place, hunk))
     assert steps.keys() == {step for _, step in LESSON}
-    made = {f"lesson {step}": fenced("diff", in_place("one_gpu", h)) for step, h in steps.items()}
+    shown = {step: in_place("one_gpu", h) for step, h in steps.items()}
     imports = [line.rstrip() for _, hunk in steps["imports"] for line in hunk]
-    made["lesson imports"] = fenced("diff", [line for line in imports if line != "+"])
+    shown["imports"] = [line for line in imports if line != "+"]
+    made = {f"lesson {step}": fenced("diff", narrow(lines)) for step, lines in shown.items()}
     made["added"] = str(sum(line[0] == "+" != line for _, hunk in hunks for line in hunk))
     return made
+
+
+def narrow(lines):
+    """The lines of a diff for a phone: a comment above its line, a long line in parts.
+
+    What is long and the same on both sides, or only moved to the right, is cut: print(...).
+    """
+    sides = [{line[1:].strip() for line in lines if line[0] in signs} for signs in (" -", " +")]
+    shown = []
+    for line in lines:
+        code, _, comment = line.partition("  # ")
+        start = code[: len(code) - len(code[1:].lstrip())]
+        width = WIDTH - len(start) - 2
+        shown += [f"{start}# {part}" for part in textwrap.wrap(comment, width)]
+        if len(code) <= WIDTH:
+            shown.append(code)
+        elif line[1:].strip() in sides[0] & sides[1]:
+            shown.append(code.replace(in_brackets(code), "...", 1))
+        else:
+            shown += parts_of(code, start)
+    return shown
+
+
+def in_brackets(code):
+    """What stands in the first brackets of a line."""
+    depth, first = 0, code.index("(") + 1
+    for place in range(first, len(code)):
+        depth += {"(": 1, ")": -1}.get(code[place], 0)
+        if depth < 0:
+            return code[first:place]
+    raise ValueError(code)
+
+
+def parts_of(code, start):
+    """A line of code, broken at the commas in its first brackets; a string between two words."""
+    if " import " in code:  # has no brackets
+        head, inner = code.split(" import ")
+        head += " import "
+    else:
+        inner = in_brackets(code)
+        head = code.removesuffix(f"({inner})")
+    width, string = WIDTH - len(start) - 4, re.fullmatch('f"(.*)"', inner)
+    if string:
+        *pieces, last = textwrap.wrap(string[1], width - len('f" "'))
+        pieces = [*(f'f"{piece} "' for piece in pieces), f'f"{last}"']
+    else:
+        pieces = [""]
+        for argument in arguments(inner):
+            if len(pieces[-1] + argument) > width:
+                pieces.append("")
+            pieces[-1] += f"{argument} "
+    return [f"{head}(", *(f"{start}    {piece.rstrip()}" for piece in pieces), f"{start})"]
+
+
+def arguments(text):
+    """Its parts between commas that are in no brackets, each with its comma."""
+    found, depth = [""], 0
+    for sign in text:
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        found[-1] += sign
+        if sign == "," and not depth:
+            found.append("")
+    return [part.strip() for part in found]
 
 
 def bug(written):
