@@ -27,10 +27,10 @@ DOCUMENTS = READMES + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glo
 OTHERS = ["multiprocessing_distributed", "dataparallel", "distributed_slurm_main"]
 OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
-# Minimal scripts whose diffs against minimal/distributed.py a page shows, and those that it links.
-SHOWN = ["by_hand", "fsdp_distributed"]
-LINKED = ["multiprocessing_distributed", "distributed_slurm_main"]
-LINKED += ["apex_distributed", "horovod_distributed"]
+# The minimal script whose diff against minimal/distributed.py a page shows, and those it links.
+SHOWN = "by_hand"
+LINKED = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
+LINKED += ["horovod_distributed", "fsdp_distributed"]
 # The folders of diffs that people wrote. Each diff names the script that it changes.
 WRITTEN = ["recipes", "bugs", "minimal/recipes/transformer"]
 
@@ -398,22 +398,15 @@ def blocks():
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
-    for name in SHOWN:
-        made[f"minimal {name}"] = whole("distributed", name)
-    kinds = {"bugs": "bug", "minimal/recipes/transformer": "transformer"}
+    made[f"minimal {SHOWN}"] = whole("distributed", SHOWN)
     for path, text in written_diffs().items():
         folder, _, name = path.removesuffix(".diff").rpartition("/")
-        if folder in kinds:  # the pages of the recipes link the files
-            made[f"{kinds[folder]} {name}"] = bug(text)
+        if folder == "bugs" or name == "hsdp":  # else a page links the file
+            made[f"{'bug' if folder == 'bugs' else 'transformer'} {name}"] = bug(text)
     made |= transformer()
     made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
     for name, (first, last) in LOSSES.items():
         made[f"losses {name}"] = excerpt("docs/losses.py", (first, last))
-    made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
-    lines = (ROOT / "distributed.py").read_text().splitlines()
-    made["imports"] = fenced(
-        "python", [line for line in lines if re.match("from (common|longrun)", line)]
-    )
     made["evaluation"] = excerpt(
         "distributed.py",
         ("val_sampler = range", "val_sampler = range"),
