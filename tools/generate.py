@@ -257,14 +257,15 @@ def arguments(text):
 def bug(written):
     """A block with the hunks of a diff, each from its first changed line to its last.
 
-    Lines that are only added stand between their neighbours.
+    Lines that are only added stand between their neighbours, which need no comment.
     """
     lines = []
     for hunk in written.split("\n@@")[1:]:
         hunk = [line.rstrip() for line in hunk.splitlines()[1:]]
         changed = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
         more = not any(line.startswith("-") for line in hunk)
-        lines += filter(None, hunk[changed[0] - more : changed[-1] + 1 + more])
+        part = filter(None, hunk[changed[0] - more : changed[-1] + 1 + more])
+        lines += [line.partition("  # ")[0] if line[0] == " " else line for line in part]
     return fenced("diff", lines)
 
 
@@ -321,10 +322,19 @@ def workers():
     return made | {"workers": " |\n| ".join(rows)}
 
 
-def table(name, *columns, files=None):
-    """The rows of a table: these columns of all runs in a file of results, or of those with so many
-    files; medians, of spreads.
-    """
+def figures():
+    """What a step takes beside a bare one, and how many MB a worker adds for each loader."""
+    runs = {run["name"]: run for run in results("step")["runs"]}
+    made = {"step": f"{runs['script']['time_to_bare']:.2f}"}
+    for run in results("scale")["runs"]:
+        if run["files"] == 1280000:
+            made[f"scale {run['name']}"] = f"{run['worker_private_mb']['median']:.0f}"
+    del made["scale ours, an archive"]
+    return made
+
+
+def table(name, *columns):
+    """The rows of a table: these columns of all runs in a file of results; medians, of spreads."""
 
     def cell(x):
         x = x["median"] if isinstance(x, dict) else x
@@ -332,7 +342,7 @@ def table(name, *columns, files=None):
             return f"{x:.{0 if x >= 100 else 3 if x < 1 else 2}f}"
         return str(x).partition(";")[0]  # without the names of the tests that failed
 
-    runs = [run for run in (results(name) or {"runs": []})["runs"] if run.get("files") == files]
+    runs = (results(name) or {"runs": []})["runs"]
     lines = [" | ".join(cell(run[column]) for column in columns) for run in runs]
     return " |\n| ".join(lines or [" | ".join("-" * len(columns))])
 
@@ -391,9 +401,7 @@ def blocks():
     made |= workers()
     made["memory"] = memory()
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
-    made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
-    columns = ("index_s", "start_s", "worker_private_mb", "us_per_image")
-    made["scale"] = table("scale", "name", *columns, files=1280000)
+    made |= figures()
     made["versions"] = table("versions", "torch", "unit", "full", "minimal")
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))
