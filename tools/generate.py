@@ -374,15 +374,8 @@ def memory():
 
 def transformer():
     """{NAME: what stands in a block} of docs/transformer.md, but for the diffs."""
-    parts = {
-        "divided": [("net = Net()", "optimizer = ")],
-        "checkpoints": [
-            ("saved = ", "set_state_dict(net"),
-            ("dist.all_reduce(sums)", "rmtree(FOLDER / str"),
-        ],
-    }
-    path = "minimal/transformer.py"
-    made = {f"transformer {name}": excerpt(path, *pairs) for name, pairs in parts.items()}
+    divided = excerpt("minimal/transformer.py", ("net = Net()", "optimizer = "))
+    made = {"transformer divided": divided}
     rows = []
     for size, layers in ((1, 24), (7, 32)):  # billions
         shares = [f"{16 * size / processes:g}" for processes in (1, 2, 8)]
