@@ -257,15 +257,17 @@ def arguments(text):
 def bug(written):
     """A block with the hunks of a diff, each from its first changed line to its last.
 
-    Lines that are only added stand between their neighbours, which need no comment.
+    Lines that are only added stand between their neighbours. Comments of the script itself, which
+    has them, are left out.
     """
-    lines = []
+    lines, script = [], (ROOT / changes(written)).read_text()
     for hunk in written.split("\n@@")[1:]:
         hunk = [line.rstrip() for line in hunk.splitlines()[1:]]
         changed = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
         more = not any(line.startswith("-") for line in hunk)
         part = filter(None, hunk[changed[0] - more : changed[-1] + 1 + more])
-        lines += [line.partition("  # ")[0] if line[0] == " " else line for line in part]
+        for code, mark, comment in (line.partition("  # ") for line in part):
+            lines.append(code if f"{mark}{comment}\n" in script else code + mark + comment)
     return fenced("diff", lines)
 
 
@@ -333,8 +335,12 @@ def figures():
     return made
 
 
+# Rows of results/loader.json that docs/measured.md leaves to the file.
+LEFT_OUT = ("ours: bytes", "ours, out of", "decoding")
+
+
 def table(name, *columns):
-    """The rows of a table: these columns of all runs in a file of results; medians, of spreads."""
+    """The rows of a table: these columns of the runs in a file of results; medians, of spreads."""
 
     def cell(x):
         x = x["median"] if isinstance(x, dict) else x
@@ -343,6 +349,7 @@ def table(name, *columns):
         return str(x).partition(";")[0]  # without the names of the tests that failed
 
     runs = (results(name) or {"runs": []})["runs"]
+    runs = [run for run in runs if not run.get("name", "").startswith(LEFT_OUT)]
     lines = [" | ".join(cell(run[column]) for column in columns) for run in runs]
     return " |\n| ".join(lines or [" | ".join("-" * len(columns))])
 
