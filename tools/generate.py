@@ -53,7 +53,6 @@ GPUS = {"V100": 1200, "RTX 3090": 1218, "A100": 2470, "H100": 5000}
 LOSSES = {
     "weighted_cross_entropy": ("def weighted", "DDP divides by world_size"),
     "sums": ("def sum_of_all", "return 1 - "),
-    "rows": ("def rows_of_all", "return (cross_entropy"),
 }
 
 
@@ -284,16 +283,12 @@ def whole(old, new):
     return fenced("diff", body + [" ..."] * bool(imports) + [i for i in imports if i[1:]])
 
 
-def excerpt(path, *pairs):
-    """A block with the lines of a file from each first text to the last one."""
-    lines, kept = (ROOT / path).read_text().splitlines(), []
-    for first, last in pairs:
-        start = next(i for i, line in enumerate(lines) if first in line)
-        end = next(i for i in range(start, len(lines)) if last in lines[i])
-        part = lines[start : end + 1]
-        indent = min(len(line) - len(line.lstrip()) for line in part if line)
-        kept += ["..."] * bool(kept) + [line[indent:] for line in part]
-    return fenced("python", kept)
+def excerpt(path, first, last):
+    """A block with the lines of a file from a text to another one."""
+    lines = (ROOT / path).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if first in line)
+    end = next(i for i in range(start, len(lines)) if last in lines[i])
+    return fenced("python", textwrap.dedent("\n".join(lines[start : end + 1])).splitlines())
 
 
 def results(name):
@@ -302,12 +297,11 @@ def results(name):
 
 
 def measured():
-    """Where, when and with what the figures were taken: no word that needs translation."""
+    """Where, when and how the figures were taken: no word that needs translation."""
     found = results("strategies")
     if not found:
         return "-"
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"{found['date'][:10]}; {found['hardware']}; {versions}; `{found['command']}`"
+    return f"{found['date'][:10]}; {found['hardware']}; `{found['command']}`"
 
 
 def workers():
@@ -381,7 +375,7 @@ def memory():
 
 def transformer():
     """{NAME: what stands in a block} of docs/transformer.md, but for the diffs."""
-    divided = excerpt("minimal/transformer.py", ("net = Net()", "optimizer = "))
+    divided = excerpt("minimal/transformer.py", "net = Net()", "optimizer = ")
     made = {"transformer divided": divided}
     rows = []
     for size, layers in ((1, 24), (7, 32)):  # billions
@@ -412,16 +406,9 @@ def blocks():
         if folder == "bugs" or name == "hsdp":  # else a page links the file
             made[f"{'bug' if folder == 'bugs' else 'transformer'} {name}"] = bug(text)
     made |= transformer()
-    made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
+    made["unpack"] = excerpt("docs/unpack_imagenet.py", "from torchvision", "val")
     for name, (first, last) in LOSSES.items():
-        made[f"losses {name}"] = excerpt("docs/losses.py", (first, last))
-    made["evaluation"] = excerpt(
-        "distributed.py",
-        ("val_sampler = range", "val_sampler = range"),
-        ("val_loader = ", "val_loader = "),
-        ("sums += torch.stack([loss, ", "sums += torch.stack([loss, "),
-        ("count = reduce_mean", "loss, acc1, acc5 = "),
-    )
+        made[f"losses {name}"] = excerpt("docs/losses.py", first, last)
     return made
 
 
