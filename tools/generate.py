@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,23 +27,13 @@ DOCUMENTS = READMES + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glo
 OTHERS = ["multiprocessing_distributed", "dataparallel", "distributed_slurm_main"]
 OTHERS += ["apex_distributed", "horovod_distributed", "fsdp_distributed"]
 SCRIPTS = ["distributed", *OTHERS]
-# The minimal scripts that are shown as diffs against minimal/distributed.py.
-MINIMAL = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-MINIMAL += ["horovod_distributed", "fsdp_distributed", "by_hand"]
-# And those that are shown as diffs against minimal/one_gpu.py.
-LIBRARIES = ["with_accelerate", "with_fabric", "with_ray"]
+# The minimal script whose diff against minimal/distributed.py a page shows, and those it links.
+SHOWN = "by_hand"
+LINKED = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
+LINKED += ["horovod_distributed", "fsdp_distributed"]
 # The folders of diffs that people wrote. Each diff names the script that it changes.
 WRITTEN = ["recipes", "bugs", "minimal/recipes/transformer"]
 
-# The hunks that carry the strategy: those with one of these words.
-HUNKS = {
-    "dataparallel": ["# Strategy."],
-    "multiprocessing_distributed": ["# Who am I?", "dist.FileStore", "def spawn"],
-    "distributed_slurm_main": ["# Who am I?", "task.open_store", "def launch"],
-    "apex_distributed": ["# Strategy.", "amp.scale_loss"],
-    "horovod_distributed": ["hvd.init()", "# Strategy.", "synchronize()"],
-    "fsdp_distributed": ["# Strategy.", "shards.gather()", "longest"],
-}
 # The lesson, from minimal/one_gpu.py to minimal/distributed.py: a text, and the step of the hunks
 # from the one that holds it on.
 LESSON = [
@@ -55,15 +46,13 @@ LESSON = [
     ("output = model", "model"),
     ("for buffer in", "metrics"),
 ]
+WIDTH = 60  # characters of a line of the lesson, its sign included: what a phone can show
 # Images/s of a ResNet-50 in training, as others have published them: docs/measured.md says who.
 GPUS = {"V100": 1200, "RTX 3090": 1218, "A100": 2470, "H100": 5000}
 # What docs/losses.md shows of docs/losses.py: from a text to another one.
 LOSSES = {
     "weighted_cross_entropy": ("def weighted", "DDP divides by world_size"),
-    "mask": ("def masked_l1", "count.clamp(min=1)"),
     "sums": ("def sum_of_all", "return 1 - "),
-    "root": ("def rmse", ".sqrt()"),
-    "rows": ("def rows_of_all", "return (cross_entropy"),
 }
 
 
@@ -72,33 +61,6 @@ def diff(old, new, *flags):
     command = ["diff", *flags, "--label", f"{old}.py", "--label", f"{new}.py"]
     command += [f"{old}.py", f"{new}.py"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-
-
-def strategy(old, new, words):
-    """A block with the hunks that hold one of the words, and the functions they are in."""
-    lines = []
-    for name, part in hunks_of(diff(old, new, "-U1", "--show-function-line=^def ")[2:]):
-        if any(word in line for word in words for line in part):
-            lines += [f"@@ {name} @@", *(line.rstrip() for line in part)]
-    for word in words:
-        assert any(word in line for line in lines), f"no {word} in {old} against {new}"
-    return fenced("diff", lines)
-
-
-def hunks_of(lines):
-    """(function, the lines from the first changed one to the last) of each hunk of a diff."""
-    hunks = []
-    for line in lines:
-        if line.startswith("@@"):
-            hunks.append([line])
-        else:
-            hunks[-1].append(line)
-    found = []
-    for hunk in hunks:
-        changed = [i for i, line in enumerate(hunk) if line[0] in "+-"]
-        names = re.findall(r"\bdef (\w+)", "\n".join(hunk[: changed[0] + 1]))
-        found.append((names[-1] if names else "imports", hunk[changed[0] : changed[-1] + 1]))
-    return found
 
 
 def composed():
@@ -171,18 +133,6 @@ def in_files(command, *texts):
         return subprocess.run([*command, *paths], capture_output=True, text=True)
 
 
-def recipe(written):
-    """A block with what a diff of a full script changes, and the functions it is in."""
-    old = (ROOT / changes(written)).read_text()
-    command = ["diff", "-U1", "--show-function-line=^def "]
-    made = in_files(command, old, applied(old, written)).stdout.splitlines()[2:]
-    lines = []
-    for name, part in hunks_of(made):
-        inside = part[0][1:].startswith(" ")
-        lines += [f"@@ {name} @@" if inside else "@@ @@", *(line.rstrip() for line in part)]
-    return fenced("diff", lines)
-
-
 def minimal_hunks(old, new):
     """The hunks of two minimal scripts, without the docstrings: [(place in old, lines)].
 
@@ -232,24 +182,91 @@ def lesson():
         step = next((s for text, s in LESSON if any(text in line for line in hunk)), step)
         steps.setdefault(step, []).append((place, hunk))
     assert steps.keys() == {step for _, step in LESSON}
-    made = {f"lesson {step}": fenced("diff", in_place("one_gpu", h)) for step, h in steps.items()}
+    shown = {step: in_place("one_gpu", h) for step, h in steps.items()}
     imports = [line.rstrip() for _, hunk in steps["imports"] for line in hunk]
-    made["lesson imports"] = fenced("diff", [line for line in imports if line != "+"])
+    shown["imports"] = [line for line in imports if line != "+"]
+    made = {f"lesson {step}": fenced("diff", narrow(lines)) for step, lines in shown.items()}
     made["added"] = str(sum(line[0] == "+" != line for _, hunk in hunks for line in hunk))
     return made
+
+
+def narrow(lines):
+    """The lines of a diff for a phone: a comment above its line, a long line in parts.
+
+    What is long and the same on both sides, or only moved to the right, is cut: print(...).
+    """
+    sides = [{line[1:].strip() for line in lines if line[0] in signs} for signs in (" -", " +")]
+    shown = []
+    for line in lines:
+        code, _, comment = line.partition("  # ")
+        start = code[: len(code) - len(code[1:].lstrip())]
+        width = WIDTH - len(start) - 2
+        shown += [f"{start}# {part}" for part in textwrap.wrap(comment, width)]
+        if len(code) <= WIDTH:
+            shown.append(code)
+        elif line[1:].strip() in sides[0] & sides[1]:
+            shown.append(code.replace(in_brackets(code), "...", 1))
+        else:
+            shown += parts_of(code, start)
+    return shown
+
+
+def in_brackets(code):
+    """What stands in the first brackets of a line."""
+    depth, first = 0, code.index("(") + 1
+    for place in range(first, len(code)):
+        depth += {"(": 1, ")": -1}.get(code[place], 0)
+        if depth < 0:
+            return code[first:place]
+    raise ValueError(code)
+
+
+def parts_of(code, start):
+    """A line of code, broken at the commas in its first brackets; a string between two words."""
+    if " import " in code:  # has no brackets
+        head, inner = code.split(" import ")
+        head += " import "
+    else:
+        inner = in_brackets(code)
+        head = code.removesuffix(f"({inner})")
+    width, string = WIDTH - len(start) - 4, re.fullmatch('f"(.*)"', inner)
+    if string:
+        *pieces, last = textwrap.wrap(string[1], width - len('f" "'))
+        pieces = [*(f'f"{piece} "' for piece in pieces), f'f"{last}"']
+    else:
+        pieces = [""]
+        for argument in arguments(inner):
+            if len(pieces[-1] + argument) > width:
+                pieces.append("")
+            pieces[-1] += f"{argument} "
+    return [f"{head}(", *(f"{start}    {piece.rstrip()}" for piece in pieces), f"{start})"]
+
+
+def arguments(text):
+    """Its parts between commas that are in no brackets, each with its comma."""
+    found, depth = [""], 0
+    for sign in text:
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        found[-1] += sign
+        if sign == "," and not depth:
+            found.append("")
+    return [part.strip() for part in found]
 
 
 def bug(written):
     """A block with the hunks of a diff, each from its first changed line to its last.
 
-    Lines that are only added stand between their neighbours.
+    Lines that are only added stand between their neighbours. Comments of the script itself, which
+    has them, are left out.
     """
-    lines = []
+    lines, script = [], (ROOT / changes(written)).read_text()
     for hunk in written.split("\n@@")[1:]:
         hunk = [line.rstrip() for line in hunk.splitlines()[1:]]
         changed = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
         more = not any(line.startswith("-") for line in hunk)
-        lines += filter(None, hunk[changed[0] - more : changed[-1] + 1 + more])
+        part = filter(None, hunk[changed[0] - more : changed[-1] + 1 + more])
+        for code, mark, comment in (line.partition("  # ") for line in part):
+            lines.append(code if f"{mark}{comment}\n" in script else code + mark + comment)
     return fenced("diff", lines)
 
 
@@ -266,16 +283,12 @@ def whole(old, new):
     return fenced("diff", body + [" ..."] * bool(imports) + [i for i in imports if i[1:]])
 
 
-def excerpt(path, *pairs):
-    """A block with the lines of a file from each first text to the last one."""
-    lines, kept = (ROOT / path).read_text().splitlines(), []
-    for first, last in pairs:
-        start = next(i for i, line in enumerate(lines) if first in line)
-        end = next(i for i in range(start, len(lines)) if last in lines[i])
-        part = lines[start : end + 1]
-        indent = min(len(line) - len(line.lstrip()) for line in part if line)
-        kept += ["..."] * bool(kept) + [line[indent:] for line in part]
-    return fenced("python", kept)
+def excerpt(path, first, last):
+    """A block with the lines of a file from a text to another one."""
+    lines = (ROOT / path).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if first in line)
+    end = next(i for i in range(start, len(lines)) if last in lines[i])
+    return fenced("python", textwrap.dedent("\n".join(lines[start : end + 1])).splitlines())
 
 
 def results(name):
@@ -284,12 +297,11 @@ def results(name):
 
 
 def measured():
-    """Where, when and with what the figures were taken: no word that needs translation."""
+    """Where, when and how the figures were taken: no word that needs translation."""
     found = results("strategies")
     if not found:
         return "-"
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"{found['date'][:10]}; {found['hardware']}; {versions}; `{found['command']}`"
+    return f"{found['date'][:10]}; {found['hardware']}; `{found['command']}`"
 
 
 def workers():
@@ -306,10 +318,23 @@ def workers():
     return made | {"workers": " |\n| ".join(rows)}
 
 
-def table(name, *columns, files=None):
-    """The rows of a table: these columns of all runs in a file of results, or of those with so many
-    files; medians, of spreads.
-    """
+def figures():
+    """What a step takes beside a bare one, and how many MB a worker adds for each loader."""
+    runs = {run["name"]: run for run in results("step")["runs"]}
+    made = {"step": f"{runs['script']['time_to_bare']:.2f}"}
+    for run in results("scale")["runs"]:
+        if run["files"] == 1280000:
+            made[f"scale {run['name']}"] = f"{run['worker_private_mb']['median']:.0f}"
+    del made["scale ours, an archive"]
+    return made
+
+
+# Rows of results/loader.json that docs/measured.md leaves to the file.
+LEFT_OUT = ("ours: bytes", "ours, out of", "decoding")
+
+
+def table(name, *columns):
+    """The rows of a table: these columns of the runs in a file of results; medians, of spreads."""
 
     def cell(x):
         x = x["median"] if isinstance(x, dict) else x
@@ -317,7 +342,8 @@ def table(name, *columns, files=None):
             return f"{x:.{0 if x >= 100 else 3 if x < 1 else 2}f}"
         return str(x).partition(";")[0]  # without the names of the tests that failed
 
-    runs = [run for run in (results(name) or {"runs": []})["runs"] if run.get("files") == files]
+    runs = (results(name) or {"runs": []})["runs"]
+    runs = [run for run in runs if not run.get("name", "").startswith(LEFT_OUT)]
     lines = [" | ".join(cell(run[column]) for column in columns) for run in runs]
     return " |\n| ".join(lines or [" | ".join("-" * len(columns))])
 
@@ -349,17 +375,8 @@ def memory():
 
 def transformer():
     """{NAME: what stands in a block} of docs/transformer.md, but for the diffs."""
-    parts = {
-        "divided": [("net = Net()", "optimizer = ")],
-        "windows": [("text = torch.tensor(list(", "val_loader = "), ("sums = ", "dist.all_reduce")],
-        "checkpoints": [
-            ("saved = ", "set_state_dict(net"),
-            ("dist.all_reduce(sums)", "rmtree(FOLDER / str"),
-        ],
-        "sample": [("torch.manual_seed(0)  # all processes draw", "print(bytes")],
-    }
-    path = "minimal/transformer.py"
-    made = {f"transformer {name}": excerpt(path, *pairs) for name, pairs in parts.items()}
+    divided = excerpt("minimal/transformer.py", "net = Net()", "optimizer = ")
+    made = {"transformer divided": divided}
     rows = []
     for size, layers in ((1, 24), (7, 32)):  # billions
         shares = [f"{16 * size / processes:g}" for processes in (1, 2, 8)]
@@ -370,9 +387,7 @@ def transformer():
 
 def blocks():
     """{NAME: what stands in the block}."""
-    made = {f"diff {name}": strategy("distributed", name, HUNKS[name]) for name in OTHERS}
-    words = ["# Who am I?", "init_process_group", "# Strategy."]
-    made["diff distributed"] = strategy("dataparallel", "distributed", words)
+    made = {}
     for name in OTHERS:
         lines = [line for line in diff("distributed", name, "-U0")[2:] if line[0] in "+-"]
         made[f"changed {name}"] = f"[{len(lines)}](../diffs/{name}.diff)"
@@ -380,40 +395,20 @@ def blocks():
     made |= workers()
     made["memory"] = memory()
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
-    made["step"] = table("step", "name", "ms", "time_to_bare", "peak_memory_mb")
-    columns = ("index_s", "start_s", "worker_private_mb", "us_per_image")
-    made["scale"] = table("scale", "name", *columns, files=1280000)
+    made |= figures()
     made["versions"] = table("versions", "torch", "unit", "full", "minimal")
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))
     made["minimal dataparallel"] = whole("one_gpu", "dataparallel")
-    for name in MINIMAL:
-        made[f"minimal {name}"] = whole("distributed", name)
-    for name in LIBRARIES:
-        made[f"library {name}"] = whole("one_gpu", f"libraries/{name}")
-    diffs = {path: text for path, text in composed().items() if path.endswith(".diff")}
-    for path, text in (diffs | written_diffs()).items():
+    made[f"minimal {SHOWN}"] = whole("distributed", SHOWN)
+    for path, text in written_diffs().items():
         folder, _, name = path.removesuffix(".diff").rpartition("/")
-        kind = "transformer" if folder.endswith("transformer") else folder[:-1]
-        made[f"{kind} {name}"] = recipe(text) if folder == "recipes" else bug(text)
+        if folder == "bugs" or name == "hsdp":  # else a page links the file
+            made[f"{'bug' if folder == 'bugs' else 'transformer'} {name}"] = bug(text)
     made |= transformer()
-    made["unpack"] = excerpt("docs/unpack_imagenet.py", ("from torchvision", "val"))
-    made["layouts"] = excerpt("docs/class_folders.py", ("import csv", "write_bytes"))
+    made["unpack"] = excerpt("docs/unpack_imagenet.py", "from torchvision", "val")
     for name, (first, last) in LOSSES.items():
-        made[f"losses {name}"] = excerpt("docs/losses.py", (first, last))
-    made["load"] = excerpt("docs/load_weights.py", ("import re", "return new"))
-    made["use"] = excerpt("docs/use_weights.py", ("import torch", "torch.export.save"))
-    lines = (ROOT / "distributed.py").read_text().splitlines()
-    made["imports"] = fenced(
-        "python", [line for line in lines if re.match("from (common|longrun)", line)]
-    )
-    made["evaluation"] = excerpt(
-        "distributed.py",
-        ("val_sampler = range", "val_sampler = range"),
-        ("val_loader = ", "val_loader = "),
-        ("sums += torch.stack([loss, ", "sums += torch.stack([loss, "),
-        ("count = reduce_mean", "loss, acc1, acc5 = "),
-    )
+        made[f"losses {name}"] = excerpt("docs/losses.py", first, last)
     return made
 
 
@@ -447,7 +442,9 @@ def navigation(name):
 
 def everything():
     """{path: text} of all that is generated."""
-    files = {f"diffs/{name}.diff": diff("distributed", name, "-U2") for name in OTHERS}
+    pairs = [("distributed", name) for name in OTHERS]
+    pairs += [("minimal/distributed", f"minimal/{name}") for name in LINKED]
+    files = {f"diffs/{new}.diff": diff(old, new, "-U2") for old, new in pairs}
     files = {path: "\n".join(lines) + "\n" for path, lines in files.items()}
     files |= {f"docs/{name}": svg for name, svg in draw().items()} | written_diffs()
     files |= composed()

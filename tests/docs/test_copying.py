@@ -64,8 +64,8 @@ def test_a_script_alone_runs_with_what_may_do_nothing(work, tmp_path):
 
 @pytest.mark.full
 def test_a_schedule_by_step_ends_with_the_training(tmp_path):
-    """As README.md says: it has as many steps as all epochs together, in each process."""
-    row = re.search(r"^\| schedule by step (.*)$", (ROOT / "README.md").read_text(), re.M)[1]
+    """As docs/minimal.md says: it has as many steps as all epochs together, in each process."""
+    row = re.search(r"^\| schedule by step (.*)$", (ROOT / "docs/minimal.md").read_text(), re.M)[1]
     step, below, length = re.findall(r"`(.*?)`", row)[:3]
     made = f"scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, {length})"
     saved = 'torch.save(scheduler.state_dict(), f"{rank}.pth")'

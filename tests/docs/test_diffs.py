@@ -59,6 +59,14 @@ def test_scripts_differ_only_where_the_strategy_is(name):
             assert kind == "equal" or re.search(strategy, block), f"{function}:\n{block}"
 
 
+@pytest.mark.parametrize("name", ["with_accelerate", "with_fabric", "with_ray"])
+def test_libraries_change_nothing_but_main(name):
+    """So the diff that docs/libraries.md names shows the library."""
+    base, other = functions("minimal/one_gpu"), functions(f"minimal/libraries/{name}")
+    assert base.keys() == other.keys() and base.pop("main") != other.pop("main")
+    assert base == other
+
+
 def ruff(folder):
     for command in (["format", "--check"], ["check"]):
         subprocess.run(["ruff", *command, "."], cwd=folder, check=True)

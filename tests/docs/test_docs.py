@@ -34,9 +34,7 @@ DOCUMENTS = generate.DOCUMENTS
 ENGLISH = [name for name in DOCUMENTS if "zh-CN" not in name]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BLOCK = re.compile(r"<!-- generated: (.+?) -->(.*?)<!-- end -->", re.S)
-# The diffs of full scripts and of their recipes: the Chinese pages have a link to the file instead.
-NOT_REPEATED = re.compile(r"<!-- generated: (?:recipe|diff) (\w+) -->.*?<!-- end -->", re.S)
-DIFF_LINK = re.compile(r"^diff\uff1a\[\w+/(\w+)\.diff\]", re.M)
+DIFF = re.compile(r"\]\(([^)\s]+\.diff)\)")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # An answer ends with where it is: [file](file): `function`, or a full-width colon.
@@ -104,6 +102,8 @@ TESTED = {
     r"python doctor\.py": "docs/test_doctor_ends.py::test_the_old_name",
     GENERATORS: "docs/test_docs.py::test_generators_change_nothing",
     rf"diff ({SCRIPTS})\.py ({SCRIPTS})\.py": "docs/test_diffs.py::test_scripts_differ",
+    r"grep -o .*data_time.*": "docs/test_docs.py::test_how_long_a_run_waited_for_images",
+    r"diff minimal/one_gpu\.py minimal/libraries/\w+\.py": "docs/test_diffs.py::test_libraries",
     r"\./start\.sh": "docs/test_docs.py::test_first_command",
     r"\./start\.sh NAME \[flags\]": "docs/test_docs.py::test_start",
     r"\./start\.sh test( .*)?": "docs/test_docs.py::test_start_runs_the_tests",
@@ -271,6 +271,15 @@ def test_block_of_recipes(block, clone, tmp_path):
             assert re.search(r"^(?: \*|epoch \S+ step \d+)  ?loss ", said, re.M), said
 
 
+@pytest.mark.full
+def test_how_long_a_run_waited_for_images(clone, trained):
+    """One figure for each epoch, below 1."""
+    (command,) = matching("grep .*data_time.*")
+    command = command.replace("checkpoints-try", trained.name)
+    (figure,) = re.findall(r'^"data_time": (0\.\d+)$', run(["sh", "-c", command], clone), re.M)
+    assert 0 < float(figure) < 1
+
+
 EXAMPLES = [e for e in re.findall(r"^#   (\w+=.*?)  ", read("start.sh"), re.M) if "slurm" not in e]
 
 
@@ -435,7 +444,7 @@ def test_what_is_generated_is_as_its_source(generated):
     """So is every block of code. What is not code is a command, or what a command printed."""
     for path, text in generated.items():
         assert read(path) == text, f"{path}: run tools/generate.py"
-    there = [*ROOT.glob("docs/*.svg"), *ROOT.glob("diffs/*")]
+    there = [*ROOT.glob("docs/*.svg"), *ROOT.glob("diffs/**/*.diff")]
     assert {str(path.relative_to(ROOT)) for path in there} <= generated.keys()
     texts = [read(name) for name in ENGLISH]
     assert {name for text in texts for name, _ in BLOCK.findall(text)} == generate.blocks().keys()
@@ -443,26 +452,52 @@ def test_what_is_generated_is_as_its_source(generated):
     assert {kind for blocks in others for kind, _ in blocks} == {"sh", "text"}
 
 
+def bare(code):
+    """Without what a line of code loses or gets where it is broken into parts."""
+    return re.sub(r"[\s()]", "", code).replace('"f"', "")
+
+
 def test_the_lesson_is_the_whole_difference():
-    """All lines of `diff` are in a step, none twice; how many are added is what README.md says."""
+    """All lines of `diff` are in a step, none twice; how many are added is what README.md says.
+
+    They are narrow: comments stand above their lines, and what is long is in parts.
+    """
     lines = generate.diff("minimal/one_gpu", "minimal/distributed", "-U0")[2:]
     changed = [line for line in lines if line[0] in "+-" and line not in "+-"]
+    changed = changed[4:]  # without the two lines of the docstrings
     steps = [text for name, text in BLOCK.findall(read()) if name.startswith("lesson ")]
-    shown = [line for text in steps for line in text.splitlines() if line[:1] in ("+", "-")]
-    assert sorted(shown) == sorted(changed[4:])  # the two lines of the docstrings
-    added = sum(line[0] == "+" for line in shown)
+    shown = [line for text in steps for line in FENCE.findall(text)[0][1].splitlines()]
+    assert max(map(len, shown)) <= 60
+    for sign in "+-":
+        here = [line[1:] for line in shown if line[0] == sign]
+        code = bare("".join(line for line in here if not line.strip().startswith("#")))
+        comments = " ".join(line.strip()[2:] for line in here if line.strip().startswith("#"))
+        for line in [line[1:] for line in changed if line[0] == sign]:
+            text, _, comment = line.partition("  # ")
+            if text.lstrip().startswith("print("):  # only moved: print(...)
+                text = "print(...)"
+            assert bare(text) in code and comment in comments
+            code, comments = code.replace(bare(text), "", 1), comments.replace(comment, "", 1)
+        assert not code and not comments.strip()
+    added = sum(line[0] == "+" for line in changed)
     assert f"{added}<!-- end --> lines that take a loop" in read()
 
 
 @pytest.mark.parametrize("name", ENGLISH)
 def test_both_languages_have_the_same_commands_and_code(name):
     english, chinese = read(name), read(name.replace(".md", ".zh-CN.md"))
-    shown = NOT_REPEATED.findall(english)
-    linked = ["dataparallel" if diff == "distributed" else diff for diff in shown]  # one file
-    assert DIFF_LINK.findall(chinese) == linked
-    english = NOT_REPEATED.sub("", english)
-    for same in (commands, BLOCK.findall, FENCE.findall, PLACE.findall):
+    for same in (commands, BLOCK.findall, FENCE.findall, PLACE.findall, DIFF.findall):
         assert same(english) == same(chinese)
+
+
+@pytest.mark.parametrize("page, folder", [("recipes", ""), ("recipes_minimal", "minimal/")])
+def test_the_page_links_every_recipe(page, folder):
+    """In its own section: the diff is not shown there."""
+    sections = {s.partition("\n")[0]: s for s in read(f"docs/{page}.md").split("\n## ")[1:]}
+    recipes = {path.stem for path in (ROOT / folder / "recipes").glob("*.diff")}
+    assert sections.keys() - {"Weights of others"} == recipes
+    for name in recipes:
+        assert DIFF.findall(sections[name]) == [f"../{folder}recipes/{name}.diff"]
 
 
 def test_answers_link_to_functions_that_exist():

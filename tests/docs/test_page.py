@@ -149,6 +149,14 @@ def test_the_lines_of_the_last_choice_are_marked(page):
     assert page.evaluate(lines) == [line for line in after if line not in before and line.strip()]
 
 
+@needs_chromium
+def test_it_counts_the_lines_of_a_start_as_the_readme_does(page):
+    """Those of code: what the script's first lines say of it is not counted."""
+    opened(page, "torchrun")
+    (added,) = re.findall(r"generated: added -->(\d+)<", (ROOT / "README.md").read_text())
+    assert page.evaluate("document.querySelector('.plus').textContent") == f"+{added}"
+
+
 # The numbers of the lines that the reader is at, and whether the first of them is in view.
 AT = """(() => {
     const lines = [...document.querySelectorAll(".l.at")], box = lines[0].getBoundingClientRect();

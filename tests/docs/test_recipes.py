@@ -444,7 +444,7 @@ def test_segmentation(train, tmp_path):
 
 
 # Of this text 215 windows are to train and 25, of which the last is short, to validate.
-TEXT = (ROOT / "docs/minimal.md").read_bytes()[:15300]
+TEXT = (ROOT / "docs/bugs.md").read_bytes()[:15300]
 TRANSFORMER = ["clip", "adamw", "transformer"]
 
 
@@ -458,7 +458,7 @@ def test_transformer(tmp_path):
     training = "-b 8 --epochs 4 --warmup-epochs 1 --lr 0.3".split()
     output = good(script, *flags, *training, ranks=2)
     losses = [float(loss) for loss in re.findall(r"^epoch \S+  loss (\S+)", output, re.M)]
-    assert losses[0] > 3 and losses[-1] < 2.9 and output.count("\nWhat goes wrong: ") == 1
+    assert 3 < losses[-1] + 0.3 < losses[0] and output.count("\nWhat goes wrong: ") == 1
 
     net, found = runpy.run_path(str(script))["Net"](256), [losses[-1]]
     net.load_state_dict(load(tmp_path / "c")["state_dict"])
