@@ -1,4 +1,4 @@
-"""Scripts that differ only where the strategy does; recipes that fit what their page says they fit;
+"""Scripts that differ only where the strategy does; recipes that fit what compose.py says they fit;
 and diffs that follow their script.
 """
 
@@ -12,6 +12,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
+import compose
 from tests.docs.copies import patched
 from tools import generate
 
@@ -83,16 +84,14 @@ PAGE = (ROOT / "docs/recipes.md").read_text()
 
 
 def table():
-    """{recipe: the scripts that it fits}: the one it is of, and those that the page names."""
-    fits = {}
-    for name in re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE, re.M):
-        script = generate.changes((ROOT / f"recipes/{name}.diff").read_text())
-        fits[name] = [script.removesuffix(".py")]
-    for script, said in re.findall(r"^- `(\w+)`: (.*)$", PAGE, re.M):
-        names = {*re.findall(r"`(\w+)`", said)}
-        for name in fits.keys() - names if said.startswith("all but ") else names:
-            fits[name].append(script)
-    return fits
+    """{recipe: the scripts that take it}, in the order in which they are applied."""
+    names = [*compose.TAKES["distributed.py"], "transformer"]
+    return {
+        name: [
+            script.removesuffix(".py") for script, taken in compose.TAKES.items() if name in taken
+        ]
+        for name in names
+    }
 
 
 def test_recipes_fit_what_their_table_says(tmp_path):
@@ -101,6 +100,7 @@ def test_recipes_fit_what_their_table_says(tmp_path):
     for room in ("common", "longrun", "recipes"):
         (tmp_path / room).symlink_to(ROOT / room)
     assert sorted(table()) == sorted(path.stem for path in (ROOT / "recipes").glob("*.diff"))
+    assert [*table()] == re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE, re.M)
     for name, scripts in table().items():
         for number, fitting in enumerate(f"{script}.py" for script in scripts):
             path = shutil.copy(ROOT / fitting, tmp_path / f"{name}_{number}.py")
@@ -108,20 +108,24 @@ def test_recipes_fit_what_their_table_says(tmp_path):
     ruff(tmp_path)
 
 
-def test_which_recipes_do_not_fit_together(tmp_path):
-    """In the order of the table, and to the first script that both fit."""
-    (said,) = re.findall("These change the same lines .*: (.*)", PAGE)
-    clauses = [re.findall(r"`(\w+)`", clause) for clause in said.split(";")]
-    said = {frozenset([first, other]) for first, *others in clauses for other in others}
-    found, fitting = set(), table()
-    for pair in itertools.combinations(fitting, 2):
-        both = [script for script in fitting[pair[0]] if script in fitting[pair[1]]]
-        loosely = ["-l"] * (pair == ("accumulate", "clip"))
-        for script in both[:1]:
-            path = shutil.copy(ROOT / f"{script}.py", tmp_path / "script.py")
-            if not all(patched(path, f"recipes/{name}.diff", *loosely) for name in pair):
-                found.add(frozenset(pair))
-    assert found == said
+# Of the same script; what compose.py says of the others is tested in test_compose.py.
+APART = """accumulate-mixup_cutmix accumulate-predictions finetune-mixup_cutmix finetune-randaugment
+f1-ema f1-predictions archives-text wandb-tensorboard same_bits-clip segmentation-ema""".split()
+
+
+def test_which_recipes_do_not_fit_together():
+    """Each pair that distributed.py takes: what comes out can be parsed, or the line names both."""
+    apart = set()
+    for pair in itertools.combinations(compose.TAKES["distributed.py"], 2):
+        try:
+            text = compose.with_recipes("distributed.py", pair)
+        except ValueError as error:
+            assert str(error).startswith(f"{pair[1]} does not fit distributed.py with {pair[0]}: ")
+            apart.add(frozenset(pair))
+        else:
+            ast.parse(text)
+    assert {frozenset(pair.split("-")) for pair in APART} <= apart
+    assert len(apart) < 60, sorted(map(sorted, apart))  # 36 of 190
 
 
 LINES = [f"line {number}\n" for number in range(40)]

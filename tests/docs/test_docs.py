@@ -256,19 +256,21 @@ def test_flags_of_a_script(command, clone, trained, tmp_path):
 @pytest.mark.parametrize("block", RECIPES)
 def test_block_of_recipes(block, clone, tmp_path):
     """Its lines one after another, on a fresh copy of the script."""
-    for name in ("distributed.py", "fsdp_distributed.py"):
+    for name in ("distributed.py", "fsdp_distributed.py", "compose.py"):
         shutil.copy(clone / name, tmp_path)
-    for name in ("common", "longrun", "recipes", "data", "docs"):
+    for name in ("common", "longrun", "recipes", "data", "docs", "minimal"):
         (tmp_path / name).symlink_to(clone / name)
     if "checkpoints/" in block:
         arch = ["-a", "resnet18"] if "-a resnet18" in block else PLAIN
         small("python distributed.py", tmp_path, *QUICK, *arch)
     for line in block.splitlines():
-        if line.startswith(("patch ", "sed ")):
-            run(["sh", "-c", line], tmp_path)
+        if line.startswith(("patch ", "sed ", "python compose.py ")):
+            run(["sh", "-c", line], tmp_path, env=ACTIVE)
         else:
             said = small(line, tmp_path, *([] if "--evaluate" in line else QUICK))
             assert re.search(r"^(?: \*|epoch \S+ step \d+)  ?loss ", said, re.M), said
+    if "> mine.py" in block:
+        result(small("python mine.py", tmp_path, *PLAIN, "--accumulate", "2"))
 
 
 @pytest.mark.full

@@ -297,9 +297,49 @@ def test_fp16_leaves_out_steps_of_a_schedule(tmp_path):
     assert last[0] == 2 * (1437 // 64) and last[1] == pytest.approx(0, abs=1e-4)
 
 
+PICKLED = """
+import sys
+from torch.utils.data import DataLoader
+
+
+class Data(list):
+    def __init__(self, transform):
+        super().__init__(range(4))
+        self.transform = transform
+
+    def __getitem__(self, index):
+        return self.transform(index)
+
+
+def twice(x):
+    return 2 * x
+
+
+def main(context):
+    for transform in (twice, lambda x: 2 * x):
+        loader = DataLoader(Data(transform), None, num_workers=1, multiprocessing_context=context)
+        print([*loader])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+def test_a_lambda_is_not_sent_to_a_worker(tmp_path):
+    """As Python 3.14 starts workers by itself, and with the argument that the page names."""
+    assert said('multiprocessing_context="fork"') and said("Can't pickle local object")
+    (tmp_path / "script.py").write_text(PICKLED)
+    output = run([PYTHON, "script.py", "fork"], tmp_path)
+    assert output.count("[0, 2, 4, 6]") == 2
+    output = run([PYTHON, "script.py", "forkserver"], tmp_path, code=1)
+    assert output.count("[0, 2, 4, 6]") == 1
+    assert re.search("Can't (get|pickle) local object.*<lambda>", output), output
+
+
 def test_workers_by_a_forkserver(tmp_path):
     """With the argument that the page names a composed script ends as it does without."""
-    how = said("multiprocessing_context=").partition("=")[2]
+    how = said('multiprocessing_context="forkserver').partition("=")[2]
     weights = []
     for more in ("", f', "multiprocessing_context": {how}'):
         text = compose.script("torchrun", features=["workers"])
