@@ -86,7 +86,7 @@ def findings(runs, others=()):
 
     runs: the groups of the run; others: Findings of comparisons with other runs.
     """
-    from . import data, ending, steps, training, validation  # noqa: F401 - they fill JUDGES
+    from . import data, ending, saving, steps, training, validation  # noqa: F401 - fill JUDGES
 
     found = []
     for run in runs:

@@ -1,6 +1,5 @@
 """Which items are validated, by which model, and what is added up."""
 
-import os
 import re
 from collections import defaultdict
 
@@ -137,8 +136,10 @@ def never_validated(run):
             why = ": drop_last=True" if passes[0]["drops"] else ""
             text = f"{size - len(seen)} of {size} items are never validated{why}"
             # Those that it trains with, in an order that changes, are looked at for an estimate.
-            trains = {one["made"] for one in run[0].passes if one["trained"]}
-            return Finding(passes[0]["line"], text, certain=passes[0]["made"] not in trains)
+            trains = any(
+                one["trained"] and loader(one) == loader(passes[0]) for one in run[0].passes
+            )
+            return Finding(passes[0]["line"], text, certain=not trains)
 
 
 @judge("validated", ONCE, certain=True, general="items")
@@ -153,6 +154,11 @@ def validated_twice(row, run):
         return Finding(
             row[0]["made"], f"{twice} of {len(seen)} validated items count several times"
         )
+
+
+def loader(one):
+    """Where it was made, and the number of its data set."""
+    return one["made"], one["items"][0][0].partition(":")[0]
 
 
 def validations(run):
@@ -228,49 +234,6 @@ def modes_differ(row, run):
         return Finding(row[0]["line"], text, certain=any(event["modes"] for event in row))
 
 
-@judge("save", "the-wrapped-model-is-saved", certain=False)
-def wrapped_saved(row, run):
-    """A hint, for what loads it may be wrapped too."""
-    if row[0]["of_wrapped"]:
-        text = 'the keys begin with "module.": save the plain model'
-        return Finding(row[0]["line"], text)
-
-
-@judge("run", "every-process-saves", certain=True)
-def all_save(run):
-    """Certain, for it is one path."""
-    writers = defaultdict(dict)
-    for process in run:
-        local = process.of("group")[0]["local"]
-        for save in process.of("save"):
-            writers[save["path"]][id(process)] = (local, save["line"])
-    for path, by in writers.items():
-        if not path or len(by) < 2:
-            continue
-        locals_, lines = zip(*by.values(), strict=True)
-        text = f"{len(by)} processes write {os.path.basename(path)}"
-        if {*locals_} == {"0"}:
-            place = "local-rank-0-is-taken-for-rank-0"
-            return Finding(lines[0], f"{text}, as local rank 0", place)
-        return Finding(lines[0], text)
-
-
-@judge("run", "every-process-saves", certain=False)
-def all_write(run):
-    """A hint: what comes last stays; or what two write at the same time is mixed."""
-    saved = {event["path"] for process in run for event in process.of("save")}
-    writers = defaultdict(dict)
-    for process in run:
-        for event in process.of("writes"):
-            writers[event["path"]].setdefault(id(process), event["line"])
-    several = {path: by for path, by in writers.items() if len(by) > 1 and path not in saved}
-    if not several:
-        return None
-    (lines, *_), names = several.values(), sorted(map(os.path.basename, several))
-    text = f"{len(lines)} processes write {', '.join(names[:3])}"
-    return Finding(next(iter(lines.values())), text)
-
-
 @judge("run", "doctor.md#a-result-is-read-too-early", certain=False, general="early")
 def read_before_the_sum(run):
     """A hint, for both may be printed: that of one process, and that of all."""
@@ -285,13 +248,3 @@ def read_before_the_sum(run):
                 text = f"{known[0]} has read this number before it is added up, and none after"
                 return Finding(line, text)
     return None
-
-
-@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True)
-def one_saves_its_part(run):
-    """Certain where a process saves no file, and one saves what FSDP has left it."""
-    saves = [process.of("save") for process in run]
-    parts = [save for of_one in saves for save in of_one if save["parts"]]
-    if parts and not all(saves):
-        text = "a part of the weights is saved, that of this process: the others save none"
-        return Finding(parts[0]["line"], text)

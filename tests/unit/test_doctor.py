@@ -6,7 +6,7 @@ import pytest
 
 from doctor import events, judges, launch, plan, wrappers
 from doctor.files import programs
-from doctor.judges import comparing, data, ending, steps, training, validation  # noqa: F401
+from doctor.judges import comparing, data, ending, saving, steps, training, validation  # noqa: F401
 from doctor.run import Process, Run
 
 
@@ -161,7 +161,7 @@ def test_files_that_two_processes_write():
     """But for those of which a mistake is told: torch.save() of all."""
     log, own = ("writes", {"path": "/x/log.csv"}), ("writes", {"path": "/x/log0.csv"})
     saves = ("save", {"path": "/x/log.csv"})
-    found = validation.all_write(Run([process(log, own), process(log)]))
+    found = saving.all_write(Run([process(log, own), process(log)]))
     assert found.text == "2 processes write log.csv"
-    assert validation.all_write(Run([process(log, saves), process(log)])) is None
-    assert validation.all_write(Run([process(log), process(own)])) is None
+    assert saving.all_write(Run([process(log, saves), process(log)])) is None
+    assert saving.all_write(Run([process(log), process(own)])) is None

@@ -1,0 +1,60 @@
+"""What is saved: by whom, under which names."""
+
+import os
+from collections import defaultdict
+
+from . import Finding, judge
+
+
+@judge("save", "the-wrapped-model-is-saved", certain=False)
+def wrapped_saved(row, run):
+    """A hint, for what loads it may be wrapped too."""
+    if row[0]["of_wrapped"]:
+        text = 'the keys begin with "module.": save the plain model'
+        return Finding(row[0]["line"], text)
+
+
+@judge("run", "every-process-saves", certain=True)
+def all_save(run):
+    """Certain, for it is one path."""
+    writers = defaultdict(dict)
+    for process in run:
+        local = process.of("group")[0]["local"]
+        for save in process.of("save"):
+            writers[save["path"]][id(process)] = (local, save["line"])
+    for path, by in writers.items():
+        if not path or len(by) < 2:
+            continue
+        locals_, lines = zip(*by.values(), strict=True)
+        text = f"{len(by)} processes write {os.path.basename(path)}"
+        if {*locals_} == {"0"}:
+            place = "local-rank-0-is-taken-for-rank-0"
+            return Finding(lines[0], f"{text}, as local rank 0", place)
+        return Finding(lines[0], text)
+
+
+@judge("run", "every-process-saves", certain=False)
+def all_write(run):
+    """A hint: what comes last stays; or what two write at the same time is mixed."""
+    saved = {event["path"] for process in run for event in process.of("save")}
+    writers = defaultdict(dict)
+    for process in run:
+        for event in process.of("writes"):
+            writers[event["path"]].setdefault(id(process), event["line"])
+    several = {path: by for path, by in writers.items() if len(by) > 1 and path not in saved}
+    if not several:
+        return None
+    lines, *_ = several.values()
+    files = sorted({*map(os.path.basename, several)})
+    text = f"{len(lines)} processes write {', '.join(files[:3])}"
+    return Finding(next(iter(lines.values())), text)
+
+
+@judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True)
+def one_saves_its_part(run):
+    """Certain where a process saves no file, and one saves what FSDP has left it."""
+    saves = [process.of("save") for process in run]
+    parts = [save for of_one in saves for save in of_one if save["parts"]]
+    if parts and not all(saves):
+        text = "a part of the weights is saved, that of this process: the others save none"
+        return Finding(parts[0]["line"], text)
