@@ -199,3 +199,32 @@ def test_pip_installs_it_as_a_command(tmp_path):
     words = [PYTHON, tmp_path / "here/bin/doctor", "--quick", "train.py"]
     output = run(words, tmp_path / "work", env=env, code=None)
     assert "is given tensors of shape [1] and [2]" in output, output
+
+
+@pytest.mark.full
+def test_buffers_that_meet_another_call(tmp_path):
+    """DDP sends BatchNorm's statistics before each forward pass, also where nothing is trained."""
+    text = """net = torch.nn.Sequential(torch.nn.Linear(4, 999), torch.nn.BatchNorm1d(999))
+model = torch.nn.parallel.DistributedDataParallel(net)
+for step in range(3):
+    model(torch.randn(4, 4)).mean().backward()
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 4)).sum()
+        model.train()
+"""
+    output = report(tmp_path, text, code=1)
+    place = line(text, "model(torch.randn(4, 4)).sum()")
+    said = f" {place}  rank 0 alone calls DDP's model here, which sends its buffers  → docs/bugs.md"
+    assert f"{said}#the-wrapped-model-on-rank-0-alone\n" in output, output
+
+
+@pytest.mark.full
+def test_a_file_that_both_write(tmp_path):
+    text = """open("log.csv", "w").write(f"{rank}")
+open(f"log{rank}.csv", "w").write(f"{rank}")
+"""
+    output = report(tmp_path, text, code=2)
+    said = f" {line(text, 'log.csv')}  hint: 2 processes write log.csv  → docs/bugs.md"
+    assert f"{said}#every-process-saves\n" in output, output
