@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import os
 import sys
 
@@ -22,11 +23,13 @@ def loop_over_a_set(depth):
         file = frame.f_code.co_filename
         if is_users(file):
             for line, over, target in loops_at(file, frame.f_lineno):
-                strings = isinstance(value_of(target, frame), (str, bytes))
-                if strings and isinstance(value_of(over, frame), (set, frozenset)):
+                of_a_set = isinstance(value_of(over, frame), (set, frozenset))
+                if of_a_set and isinstance(value_of(target, frame), (str, bytes)):
                     return f"{short(file)}:{line}"
-            if type(frame.f_locals.get(FOR_COMPREHENSION)).__name__ == "set_iterator":
-                return f"{short(file)}:{frame.f_lineno}"
+            if frame.f_code.co_name.startswith("<"):
+                iterator = local(frame, FOR_COMPREHENSION)
+                if type(iterator).__name__ == "set_iterator":
+                    return f"{short(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
@@ -57,6 +60,16 @@ def tree_of(file):
         return ast.Module([], [])
 
 
+def local(frame, name):
+    """What a variable holds. No frame may keep it: a script frees its model by `del`."""
+    values = frame.f_locals
+    value = values.get(name, frame.f_globals.get(name))
+    # Before Python 3.13 this is a copy, which a function's frame keeps.
+    if type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        values.clear()
+    return value
+
+
 def value_of(node, frame):
     """What a name holds, or an attribute of one; a set if it is written as one."""
     if isinstance(node, (ast.Set, ast.SetComp)):
@@ -66,7 +79,7 @@ def value_of(node, frame):
     if isinstance(node, ast.BinOp):  # of sets: union, difference
         return value_of(node.left, frame)
     if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+        return local(frame, node.id)
     if isinstance(node, ast.Attribute):
         return getattr(value_of(node.value, frame), "__dict__", {}).get(node.attr)
     return None

@@ -1,6 +1,7 @@
 """The doctor's own parts, without a run."""
 
 import argparse
+import weakref
 
 import pytest
 
@@ -8,6 +9,7 @@ from doctor import events, judges, launch, plan, wrappers
 from doctor.files import programs
 from doctor.judges import comparing, data, ending, saving, steps, training, validation  # noqa: F401
 from doctor.run import Process, Run
+from doctor.wrappers import sets
 
 
 def noted(monkeypatch, call):
@@ -165,3 +167,31 @@ def test_files_that_two_processes_write():
     assert found.text == "2 processes write log.csv"
     assert saving.all_write(Run([process(log, saves), process(log)])) is None
     assert saving.all_write(Run([process(log), process(own)])) is None
+
+
+class Kept:
+    pass
+
+
+@pytest.mark.parametrize("over", ["{'a', 'b'}", "names", "sorted(names)"])
+def test_a_loop_over_a_set_is_seen_and_no_variable_is_kept(over, tmp_path, monkeypatch):
+    """The line is in a function of a script, which frees what it has by `del`."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def main(kept, look, weak):\n"
+        "    names, found = {'a', 'b'}, []\n"
+        f"    for name in {over}:\n"
+        "        found.append(look(1))\n"
+        "    del kept\n"
+        "    return found, weak()\n"
+    )
+    monkeypatch.setattr(events.RECORD, "script", str(script), raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    here = {}
+    exec(compile(script.read_text(), str(script), "exec"), here)
+    monkeypatch.setattr(sets, "is_users", lambda file: file == str(script))
+    kept = [Kept()]
+    weak = weakref.ref(kept[0])
+    found, left = here["main"](kept.pop(), sets.loop_over_a_set, weak)
+    line = None if "sorted" in over else "train.py:3"
+    assert found == [line] * 2 and left is None
