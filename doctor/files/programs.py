@@ -143,7 +143,7 @@ def named_by(words, cwd):
             path = os.path.join(cwd, os.path.expandvars(os.path.expanduser(part)))
             found = glob.glob(path) if glob.has_magic(path) else []
             paths += [os.fsencode(one) for one in found or [path]]
-    return [*dict.fromkeys(whole(path) for path in paths)]
+    return [whole(path) for path in paths]  # `cp -r a a` names one twice, and writes a/a
 
 
 def whole(path):
@@ -167,7 +167,10 @@ def keep(keeper, path, how):
         if not os.path.islink(target):  # else it is a circle
             keep(keeper, target, how)
     if not info:
-        keeper.will_make(path)
+        new = path
+        while not seen(os.path.dirname(new)):  # as mkdir -p makes them
+            new = os.path.dirname(new)
+        keeper.will_make(new)
     elif stat.S_ISDIR(info.st_mode):
         if path == b"/" or os.path.ismount(path):
             return

@@ -382,6 +382,16 @@ def test_the_report_names_paths(place):
     assert "programs, only the files that their commands name are kept: tar\n" in said
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["cp -r ckpt ckpt", "mkdir -p ckpt/ckpt/deep", "ln -s ckpt ckpt", "cp -r ckpt ckpt/deep"],
+)
+def test_programs_that_write_into_what_they_read(place, command):
+    """GNU's cp copies a folder into itself, before it says that it cannot."""
+    script = f"import subprocess; subprocess.run({command.split()})"
+    place.assert_unchanged(place.run(script)[1])
+
+
 def test_programs_that_read_or_write_by_their_flags(place):
     script = 'import os; os.system("find . -name one -delete; find . -name a; gcc -o a nowhere.c")'
     place.run(script)
