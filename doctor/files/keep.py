@@ -122,7 +122,7 @@ class Keeper:
             self.journal.append(*self.of_folder(path), sync=True)
         elif info and self.own(path, info):
             self.writes([path], by)  # its state will be another
-        elif info and path not in self.journal.meta:
+        elif info and (info.st_dev, info.st_ino) not in self.journal.changed_facts:
             self.journal.append({"do": "meta", "path": path, "facts": facts(info)}, sync=True)
 
     def own(self, path, info):

@@ -113,6 +113,9 @@ def will_run(keeper, skips, words, into, cwd):
         return
     paths = [path for path in named_by(named, cwd) if not skips(path)]
     if name in COPIES:
+        if name == "ln" or any(re.match(r"-\w*l|--link", word) for word in words[1:]):
+            for path in paths[:-1]:  # a second name of what was there, by which it may be written
+                keep(keeper, path, "removes")
         paths = targets(paths)
     how = "removes" if name in REMOVES or "-delete" in words else "writes"
     for path in paths:

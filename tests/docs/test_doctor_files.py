@@ -392,6 +392,29 @@ def test_programs_that_write_into_what_they_read(place, command):
     place.assert_unchanged(place.run(script)[1])
 
 
+@pytest.mark.parametrize("command", ["ln a n", "cp -l a n", "ln a ckpt", "cp -rl ckpt n"])
+def test_a_second_name_that_a_program_makes(place, command):
+    """By it the run writes into what was there. If it is moved, the old name is no new file."""
+    script = f"import os, subprocess; subprocess.run({command.split()})\n"
+    script += """for path in ["n", "ckpt/a", "n/one"]:
+    if os.path.isfile(path):
+        os.rename(path, path + "2")
+        open(path + "2", "a").write("x")
+open("a", "a").write("x"); open("ckpt/one", "a").write("x"); os.remove("a")
+"""
+    place.assert_unchanged(place.run(script)[1])
+
+
+def test_times_of_two_files_by_one_name(place):
+    """The second is one that was there; so nobody is told that something wrote into it."""
+    script = """import os
+os.utime("b", (1, 1)); os.remove("b"); os.rename("a", "b"); os.utime("b", (2, 2))
+"""
+    said = place.run(script)[1]
+    place.assert_unchanged(said)
+    assert "left" not in said, said
+
+
 def test_programs_that_read_or_write_by_their_flags(place):
     script = 'import os; os.system("find . -name one -delete; find . -name a; gcc -o a nowhere.c")'
     place.run(script)
