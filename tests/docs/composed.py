@@ -103,9 +103,10 @@ def trained(path, start, **more):
 def lines_of(output):
     """[(loss, F1, accuracy)] of each epoch, as they are printed; None for what is not.
 
-    Ray prints lines twice.
+    Ray prints lines twice, and a line that is printed in parts may be several.
     """
-    pattern = r"(?:loss (\S+)  )?(?:F1 (\S+)  )?epoch (\d+): (\S+) % correct"
+    output = re.sub(r"\x1b\[\d*m|\(RayTrainWorker pid=\d+\) ?", "", output)
+    pattern = r"(?:loss (\S+)\s+)?(?:F1 (\S+)\s+)?epoch (\d+): (\S+) % correct"
     found = {}
     for loss, f1, epoch, said in re.findall(pattern, output):
         if loss or f1 or int(epoch) not in found:
