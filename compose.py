@@ -210,8 +210,8 @@ def main():
     help_of_list = "all that can be chosen, or the recipes of a full script"
     parser.add_argument("--list", action="store_true", help=help_of_list)
     args = parser.parse_args()
-    if args.list and args.start:
-        print("\n".join(TAKES.get(args.start[0], [])))
+    if args.list and args.start and args.start[0] in TAKES:
+        print("\n".join(TAKES[args.start[0]]))
         return
     if args.list or not args.start:
         for axis in ("starts", "features", "data"):

@@ -78,9 +78,11 @@ class Process:
         self.recorder.writes(path)
 
     def tell(self, path):
-        path = real(path)
-        for function in [] if self.skips(path) else self.told:
-            function(path)
+        """After it was kept: what these functions do is not worth a file."""
+        with contextlib.suppress(Exception):
+            path = real(path)
+            for function in [] if self.skips(path) else self.told:
+                function(path)
 
     def has_written(self, *paths):
         """By functions that have closed it when they return."""
@@ -127,15 +129,15 @@ def on_open(process, path, mode, flags):
         path = os.path.join(os.readlink(b"/proc/self/fd/%d" % HERE.dir_fd), path)
     if flags & os.O_EXCL and os.path.lexists(path):
         return  # it will fail
+    process.will_write(path, cuts=bool(flags & os.O_TRUNC))
     if flags & os.O_TRUNC:
         process.tell(path)
-    process.will_write(path, cuts=bool(flags & os.O_TRUNC))
 
 
 def on_write(process, path, cuts):
     """By a function that is wrapped."""
-    process.tell(path)
     process.will_write(path, cuts)
+    process.tell(path)
 
 
 def on_truncate(process, path, length):

@@ -113,7 +113,7 @@ def will_run(keeper, skips, words, into, cwd):
         return
     paths = [path for path in named_by(named, cwd) if not skips(path)]
     if name in COPIES:
-        if name == "ln" or any(re.match(r"-\w*l|--link", word) for word in words[1:]):
+        if makes_names(name, words[1:]):
             for path in paths[:-1]:  # a second name of what was there, by which it may be written
                 keep(keeper, path, "removes")
         paths = targets(paths)
@@ -123,6 +123,12 @@ def will_run(keeper, skips, words, into, cwd):
     if name == "mv":
         for path in targets(paths):
             keep(keeper, path, how)
+
+
+def makes_names(name, words):
+    """Whether it makes hard links: ln without -s, cp -l."""
+    symbolic = any(re.match(r"-\w*s|--symbolic", word) for word in words)
+    return not symbolic if name == "ln" else any(re.match(r"-\w*l|--link", w) for w in words)
 
 
 def has_hook(words):

@@ -41,18 +41,31 @@ def frozen_late(run):
 
 @judge("run", "the-wrapped-model-on-rank-0-alone", certain=True, explains=["hang"])
 def wrapped_alone(run):
-    """Certain where the run fails, and DDP has sent its buffers to processes that did not call."""
+    """Certain where the run fails, and the others have gone on to a training step meanwhile."""
     if run.stopped or not any(process.end["error"] or process.died for process in run):
         return None
     lines = [
         {e["line"] for e in process.of("forward") if e["sends"] and not e["trains"]}
         for process in run
     ]
-    alone = sorted(set.union(*lines) - set.intersection(*lines))
-    if not alone:
-        return None
-    ranks = " and ".join(str(rank) for rank, of_one in enumerate(lines) if alone[0] in of_one)
-    return Finding(alone[0], f"rank {ranks} alone calls DDP's model here, which sends its buffers")
+    for line in sorted(set.union(*lines) - set.intersection(*lines)):
+        calls = [rank for rank, of_one in enumerate(lines) if line in of_one]
+        before = min(trained_before(run[rank], line) for rank in calls)
+        others = [trained_before(run[r]) for r, of_one in enumerate(lines) if line not in of_one]
+        if max(others) > before:  # else they may have failed before they came to it
+            ranks = " and ".join(map(str, calls))
+            return Finding(line, f"rank {ranks} alone calls DDP's model here: it sends its buffers")
+    return None
+
+
+def trained_before(process, line=None):
+    """How many forward passes of training it has begun before it comes to a line; or at all."""
+    count = 0
+    for event in process.of("forward"):
+        if event["line"] == line:
+            break
+        count += event["trains"]
+    return count
 
 
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True, general="hang")

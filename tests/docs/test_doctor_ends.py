@@ -216,7 +216,7 @@ for step in range(3):
 """
     output = report(tmp_path, text, code=1)
     place = line(text, "model(torch.randn(4, 4)).sum()")
-    said = f" {place}  rank 0 alone calls DDP's model here, which sends its buffers  → docs/bugs.md"
+    said = f" {place}  rank 0 alone calls DDP's model here: it sends its buffers  → docs/bugs.md"
     assert f"{said}#the-wrapped-model-on-rank-0-alone\n" in output, output
 
 

@@ -405,6 +405,16 @@ open("a", "a").write("x"); open("ckpt/one", "a").write("x"); os.remove("a")
     place.assert_unchanged(place.run(script)[1])
 
 
+def test_a_run_whose_folder_is_gone_loses_no_file(place):
+    """What only looks at a file that is written must not keep it from being kept."""
+    script = f"""import os, sys
+sys.doctor_files.told.append(lambda path: os.getcwd())
+os.mkdir("gone"); os.chdir("gone"); os.rmdir("../gone")
+open({str(place.path / "a")!r}, "w").write("new")
+"""
+    place.assert_unchanged(place.run(script)[1])
+
+
 def test_times_of_two_files_by_one_name(place):
     """The second is one that was there; so nobody is told that something wrote into it."""
     script = """import os

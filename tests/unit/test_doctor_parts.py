@@ -195,3 +195,13 @@ def test_a_loop_over_a_set_is_seen_and_no_variable_is_kept(over, tmp_path, monke
     found, left = here["main"](kept.pop(), sets.loop_over_a_set, weak)
     line = None if "sorted" in over else "train.py:3"
     assert found == [line] * 2 and left is None
+
+
+def test_who_failed_before_a_validation_is_not_said_to_miss_it():
+    """Rank 1 fails in its training; or it has gone on to train, while rank 0 validates alone."""
+    trains = ("forward", {"sends": True, "trains": True})
+    validates = ("forward", {"sends": True, "trains": False, "line": "t.py:9"})
+    ended = ("end", {"error": "ValueError: its own"})
+    assert ending.wrapped_alone(Run([process(trains, validates), process(trains, ended)])) is None
+    found = ending.wrapped_alone(Run([process(trains, validates), process(trains, trains, ended)]))
+    assert found.line == "t.py:9"
