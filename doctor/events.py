@@ -13,7 +13,9 @@ import threading
 # Each kind, and its fields.
 FIELDS = {
     # ---- Processes and groups
-    "began": "gpus",  # the script begins; gpus: how many this process sees
+    # the script begins; gpus: how many this process sees; hash: of a string, to which the order of
+    # a set of strings belongs
+    "began": "gpus hash",
     # init_process_group() is called with a rank, below a launcher that has set RANK to `number`
     "joins": "rank number",
     "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK

@@ -31,7 +31,7 @@ def be_examined():
 def begin():
     """Open this process's file of events, and watch where it stands."""
     RECORD.open()
-    note("began", gpus=sys.modules["torch"].accelerator.device_count())
+    note("began", gpus=sys.modules["torch"].accelerator.device_count(), hash=hash("order"))
     threading.Thread(target=watch, args=(RECORD.ended,), daemon=True).start()
 
 

@@ -228,3 +228,14 @@ open(f"log{rank}.csv", "w").write(f"{rank}")
     output = report(tmp_path, text, code=2)
     said = f" {line(text, 'log.csv')}  hint: 2 processes write log.csv  → docs/bugs.md"
     assert f"{said}#every-process-saves\n" in output, output
+
+
+@pytest.mark.full
+def test_the_order_of_a_set_where_strings_have_other_hashes(tmp_path):
+    """As in processes that a launcher starts: it is certain."""
+    text = """for name in {"right", "all"}:
+    dist.all_reduce(x)
+"""
+    output = report(tmp_path, text, code=1)
+    place = line(text, "for name in")
+    assert f" {place}  the order of this set may be another in each process" in output, output

@@ -264,8 +264,8 @@ SEEN = {
     ),
     "the order of a set": (
         [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
-        True,
-        "the order of this set is another in each process, and it calls all_reduce()",
+        False,  # these processes are forks of one
+        "the order of this set may be another in each process, and it calls all_reduce()",
         "for name in {*sums}",
     ),
     "the order of a set that a function gets": (
@@ -276,8 +276,8 @@ SEEN = {
                 "    names = set(sums)\n    [add_up(sums[name]) for name in names]",
             )
         ],
-        True,
-        "the order of this set is another in each process, and it calls all_reduce()",
+        False,  # these processes are forks of one
+        "the order of this set may be another in each process, and it calls all_reduce()",
         "for name in names]",
     ),
     "the same random numbers": (
