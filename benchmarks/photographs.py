@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +42,21 @@ def photographs(count):
             path = partial / ("train" if i < count else "val") / str(i % CLASSES) / f"{i:05d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             jobs.append((path, i % len(images), _choices(draw)))
-        with multiprocessing.get_context("fork").Pool(own_cores(1), end_with_parent) as pool:
+        with multiprocessing.get_context("fork").Pool(own_cores(1), _begin_worker) as pool:
             for _ in pool.imap_unordered(functools.partial(_save, images, grain), jobs, 16):
                 pass
         partial.rename(root)
     return str(root)
+
+
+def _begin_worker():
+    """Let SIGTERM, by which a pool ends its workers, end this one.
+
+    Forked, it has the handler of the benchmark, in Python: while the worker waits for the pool's
+    lock that handler may never run, and the pool would wait for the worker forever.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
 
 
 def _choices(draw):
