@@ -18,7 +18,6 @@ max_memory_allocated max_memory_reserved reset_peak_memory_stats""".split()
 
 
 def use_cpus_for_gpus(torch):
-    text = Path(RECORD.script).read_text(errors="replace") if os.path.isfile(RECORD.script) else ""
     mode = on_cpu(torch)
     mode.__enter__()
     atexit.register(mode.__exit__, None, None, None)
@@ -26,10 +25,8 @@ def use_cpus_for_gpus(torch):
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerate would train alone
     torch.accelerator.set_device_index = torch.cuda.set_device
-    # Else it can do without, or would ask Ray for them, which waits until some are there.
-    if not re.search(r"is_available|^(import|from) ray\b", text, re.M):
-        torch.cuda.device_count = device_count
     torch.cuda.is_available = noted(torch.cuda.is_available)
+    torch.cuda.device_count = device_count
     dist = torch.distributed
     always(dist, "init_process_group", backend="gloo", device_id=None, pg_options=None)
     always(dist, "new_group", backend="gloo", device_id=None, pg_options=None)
@@ -61,9 +58,19 @@ def on_cpu(torch):
     return OnCPU()
 
 
-def device_count():  # libraries ask too, and would look for a driver
-    asks = sys._getframe(1).f_code.co_filename
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 2)) if is_users(asks) else 0
+def device_count():
+    """As many GPUs as processes to code that cannot do without them; else none."""
+    asks = sys._getframe(1).f_code.co_filename  # libraries ask too, and would look for a driver
+    if noted.asked or not is_users(asks) or any(map(does_without, (RECORD.script, asks))):
+        return 0
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 2))
+
+
+@functools.cache
+def does_without(path):
+    """A file that asks whether there is a GPU; or asks Ray for some, which would wait for them."""
+    text = Path(path).read_text(errors="replace") if os.path.isfile(path) else ""
+    return re.search(r"is_available|^(import|from) ray\b", text, re.M) is not None
 
 
 def noted(is_available):
@@ -72,9 +79,11 @@ def noted(is_available):
     @functools.wraps(is_available)
     def asks():
         if is_users(sys._getframe(1).f_code.co_filename) and RECORD.pid:
+            noted.asked = True  # it was told that there is none: device_count() says no other
             note("asks")
         return is_available()
 
+    noted.asked = False
     return asks
 
 

@@ -506,6 +506,16 @@ def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):
     assert "failed" not in examined(tmp_path, "script.py", code=2)[1]
 
 
+def test_a_module_counts_no_gpus_where_another_was_told_that_there_are_none(tmp_path):
+    (tmp_path / "flags.py").write_text("import torch\n\nGPU = torch.cuda.is_available()\n")
+    (tmp_path / "devices.py").write_text("import torch\n\nGPUS = torch.cuda.device_count()\n")
+    script = "import flags\nfrom devices import GPUS\n\nassert not GPUS and not flags.GPU\n"
+    (tmp_path / "script.py").write_text(script)
+    assert "failed" not in examined(tmp_path, "script.py", code=2)[1]
+    (tmp_path / "script.py").write_text("from devices import GPUS\n\nassert GPUS == 2\n")
+    assert "failed" not in examined(tmp_path, "script.py", code=2)[1]
+
+
 @pytest.mark.full
 def test_a_hang_ends_with_both_lines(tmp_path):
     """30 seconds after it stands still, at most."""
