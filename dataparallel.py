@@ -15,11 +15,11 @@ from common.loader import TrainSampler, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy
 from common.prefetcher import Prefetcher
 from longrun.arguments import ArgumentParser, bounded
-from longrun.checkpoint import Run
+from longrun.checkpoint import Checkpoints
 from longrun.device import own_cores, set_up_device
 from longrun.messages import user_errors
 from longrun.model import build_model
-from longrun.report import ProgressMeter, print_banner, print_end
+from longrun.report import Report
 from longrun.signals import StopRequest
 from longrun.watch import Watch
 from longrun.weights import load_weights
@@ -64,7 +64,7 @@ def parse_args(local_world_size):
     # Other defaults, for what is not given: the digits', and of the model the checkpoint's.
     if args.data is None:
         parser.set_defaults(**DIGITS)
-    parser.set_defaults(**Run.saved_flags(args, "arch", "image_size"))
+    parser.set_defaults(**Checkpoints.saved_flags(args, "arch", "image_size"))
     return parser.parse_args()
 
 
@@ -78,7 +78,7 @@ def main():
     # Find what a user can get wrong before anything expensive starts.
     with user_errors(local_rank):  # one line, and exit code 2
         args = parse_args(local_world_size)
-        run = Run(args, rank, world_size)  # locks the folder, and reads the checkpoint, if any
+        checkpoints = Checkpoints(args, rank, world_size)  # locks their folder, reads one
         device = set_up_device(local_rank, local_world_size, args)
         if args.compile and torch.cuda.device_count() > 1:
             raise ValueError("--compile cannot compile copies: use one GPU, or distributed.py")
@@ -88,7 +88,9 @@ def main():
         train_set, val_set = image_folders(args.data, args.image_size, args.evaluate)
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image
-        run.plan(train_set, train_sampler.steps_per_epoch)  # an error if the checkpoint differs
+        # Where training begins or goes on: an error if the checkpoint is of another task.
+        place = checkpoints.starting_point(train_set, train_sampler.steps_per_epoch)
+        report = Report(place, rank, args)
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
             train_set, train_sampler, local_batch_size, args.workers, device, seed=args.seed
@@ -100,11 +102,11 @@ def main():
         # An example of what the model takes, to try it: two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
-        load_weights(net, run)  # those of --pretrained, if the run is new
+        load_weights(net, checkpoints)  # those of --pretrained, if the run is new
 
     # From here on, an error ends this process with a line that names its epoch and step. So does
     # what takes more than --dist-timeout after watch.beat().
-    watch = Watch(rank, run, args.dist_timeout)
+    watch = Watch(rank, place, args.dist_timeout)
     # Prefetchers bring batches to the device. Images are uint8 RGB until then: they normalise them.
     train_batches = Prefetcher(train_loader, device)
     val_batches = Prefetcher(val_loader, device)
@@ -127,31 +129,34 @@ def main():
         model.compile(dynamic=False)  # all batches have one size
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
     with user_errors(rank):
-        # What checkpoints hold. If there is one to resume from, it fills them now. Anything else
-        # with a state_dict() can be added: scheduler=scheduler.
-        run.attach(net, optimizer, scaler, meters)
+        # What checkpoints hold. All with a state_dict() can be added: scheduler=scheduler.
+        checkpoints.attach(net, optimizer, scaler, meters)
+        checkpoints.restore()  # if there is one to resume from, it fills them
         if rank == 0 and not args.evaluate:
-            run.tidy_folder()  # removes half files of a killed run, and rows after the checkpoint
+            checkpoints.tidy_folder()  # removes half files of a killed run, and later rows
     if rank == 0:
-        print_banner(run, train_set, val_set, "nn.DataParallel", device)
+        report.print_banner(checkpoints, train_set, val_set, "nn.DataParallel", device)
     if args.evaluate:
         validate(val_batches, model, watch, rank, world_size, args)
     stop = StopRequest()  # from here on, signals are requests to stop: there is something to save
 
     # The epochs that are left, none with --evaluate, and a range of the steps to do in each.
     # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
-    for epoch, steps in run.remaining():
+    for epoch, steps in place.remaining():
         train_sampler.set_epoch(epoch, steps)  # a new order
-        speed, stopped = train(train_batches, model, run, stop, watch, rank, world_size, args)
-        if run.step < steps.stop:
+        speed, stopped = train(
+            train_batches, model, checkpoints, report, stop, watch, rank, world_size
+        )
+        if place.step < steps.stop:
             break  # stopped by a signal, and saved
 
         val_loss, acc1, acc5 = validate(val_batches, model, watch, rank, world_size, args)
-        is_best = run.end_epoch(acc1)  # to stop early: run.end()
+        place.end_epoch()  # to stop early: place.end()
+        is_best = place.take_score(acc1)
         if rank == 0:
             row = {
-                "epoch": run.epoch,  # epochs completed
-                "step": run.step,  # 0, unless --max-steps has cut this epoch
+                "epoch": place.epoch,  # epochs completed
+                "step": place.step,  # 0, unless --max-steps has cut this epoch
                 "train_loss": meters["loss"].avg,
                 "val_loss": val_loss,
                 "acc1": acc1,
@@ -160,33 +165,40 @@ def main():
                 "world_size": world_size,
                 "batch_size": args.batch_size,
             }
-            run.save_epoch(row | speed, is_best)  # and print it
+            checkpoints.save(row | speed, is_best)
+            report.print_epoch(row | speed, is_best)
         if stopped:
             break
 
     if rank == 0 and not args.evaluate:
-        print_end(run)  # how it goes on, or the best and how to evaluate it
+        report.print_end()  # how it goes on, or the best and how to evaluate it
     stop.ignore()  # a signal from here on could only hide the exit code
     # 75 is EX_TEMPFAIL: the run was stopped and saved, and can be started again.
-    return 0 if run.finished() or args.evaluate else 75
+    return 0 if place.finished() else 75
 
 
-def train(batches, model, run, stop, watch, rank, world_size, args):
-    """Train an epoch from run.step on, to its end or until a signal stops it.
+def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
+    """Train an epoch from place.step on, to its end or until a signal stops it.
 
     Returns how fast it was, a dict for metrics.jsonl, {} where no step was left; and whether all
     processes are to stop.
     """
-    device, optimizer, scaler = batches.device, run.optimizer, run.scaler
-    progress = ProgressMeter(run, end=run.step + len(batches))
+    args, place, meters = checkpoints.args, checkpoints.place, checkpoints.meters
+    device, optimizer, scaler = batches.device, checkpoints.optimizer, checkpoints.scaler
+    if place.step == 0:
+        for meter in meters.values():
+            meter.reset()  # those of a resumed epoch go on
+    counted = place.step  # the meters have counted the steps up to here
+    end = place.step + len(batches)
+    report.start_epoch(end)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, acc@1 and acc@5
     stopped = False
     model.train()
     watch.beat()
     for images, target in batches:
         watch.beat()
-        seed_step(args.seed, run.epoch, run.step, rank)  # dropout is the same after a resume
-        lr = learning_rate(args, run.epoch + run.step / run.steps_per_epoch)
+        seed_step(args.seed, place.epoch, place.step, rank)  # dropout is the same after a resume
+        lr = learning_rate(args, place.epoch + place.step / place.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("scale", 1)  # a group with "scale": 0.1 learns slower
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -198,32 +210,34 @@ def train(batches, model, run, stop, watch, rank, world_size, args):
         scaler.step(optimizer)
         scaler.update()
 
-        run.step += 1
+        place.step += 1
         acc1, acc5 = accuracy(output, target)
         # float64 adds float32 numbers without rounding: a resumed run has the same averages.
         sums += torch.stack([loss.detach(), acc1, acc5]).float()
-        at_end = run.step == progress.end
+        at_end = place.step == end
         # A complete epoch is saved before its validation, so a crash there loses only that.
         # One that --max-steps cuts is saved after its validation.
-        complete = run.step == run.steps_per_epoch
-        due = args.checkpoint_freq > 0 and run.step % args.checkpoint_freq == 0
+        complete = place.step == place.steps_per_epoch
+        due = args.checkpoint_freq > 0 and place.step % args.checkpoint_freq == 0
         save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPUs.
-        if save_now or at_end or run.step % args.print_freq == 0:
+        if save_now or at_end or place.step % args.print_freq == 0:
             loss_sum, acc1_sum, acc5_sum = sums.tolist()
             sums.zero_()
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
-            progress.update([loss_sum, acc1_sum, acc5_sum])  # of the steps since the last update
+            for meter, total in zip(meters.values(), [loss_sum, acc1_sum, acc5_sum], strict=True):
+                meter.add(total, place.step - counted)
+            counted = place.step
             stopped = stop.requested.is_set()
             if rank == 0:
-                progress.display(optimizer.param_groups[0]["lr"])
+                report.print_step(meters, optimizer.param_groups[0]["lr"])
                 if save_now or (stopped and not at_end):
-                    run.save()
+                    checkpoints.save()
             if stopped:
                 break
     watch.rest()
-    return progress.close(batches.waited()), stopped
+    return report.end_steps(batches.waited()), stopped
 
 
 def learning_rate(args, epoch):
@@ -256,7 +270,7 @@ def validate(batches, net, watch, rank, world_size, args):
     if round(count * world_size) != len(dataset):
         raise RuntimeError("images lost or counted twice")
     loss, acc1, acc5 = loss_sum / count, acc1_sum / count, acc5_sum / count
-    if rank == 0 and args.evaluate:  # else save_epoch() says it
+    if rank == 0 and args.evaluate:  # else print_epoch() says it
         print(f" * loss {loss:.4f}  acc@1 {acc1:.3f}  acc@5 {acc5:.3f}", flush=True)
     return loss, acc1, acc5
 

@@ -1,8 +1,7 @@
-"""Where a training run stands, and the checkpoints from which it goes on."""
+"""Checkpoints: how one is found, compared, restored and written."""
 
 import io
 import json
-import math
 import os
 import pickle
 import re
@@ -18,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .files import append_line, cut_lines, json_line, whole_file
 from .locks import lock_folder
 from .messages import first_line
-from .report import print_epoch
+from .place import Place
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
@@ -29,13 +28,13 @@ SMALL = 2**20 - 3  # a prime: of numbers below it the squares, summed up in floa
 TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.[0-9]+\.tmp")
 
 
-class Run:
-    """Where a run stands: epochs completed, steps done in the current one, the best score so far.
+class Checkpoints:
+    """The checkpoints of a run: the one that it goes on from, and those that it writes.
 
     Rank 0 locks args.checkpoint_dir against other runs, unless it only evaluates. Each process
     reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
     the folder, or starts afresh. But for its `.lock` the folder is not changed before
-    tidy_folder(). Where `step` is steps_per_epoch, only the validation is left.
+    tidy_folder(). They are called in the order in which they stand here.
 
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
@@ -48,19 +47,10 @@ class Run:
             self.lock = lock_folder(self.folder)  # until this process ends
         self.path, self.checkpoint, self.damaged = find_checkpoint(args)
         held = [name for name in FILES if os.path.lexists(self.file(name))]
-        goes_on = self.path and (args.resume == "auto" or self.path == self.file(NEWEST))
-        if held and not goes_on and not args.evaluate:
+        self.goes_on = self.path and (args.resume == "auto" or self.path == self.file(NEWEST))
+        if held and not self.goes_on and not args.evaluate:
             remedy = "give another --checkpoint-dir, or continue the newest with --resume auto"
             raise ValueError(f"{self.folder} holds a run ({held[0]}): {remedy}")
-
-        saved = self.checkpoint or {"epoch": 0, "step": 0, "args": {}}
-        self.resumed_args, self.epoch, self.step = saved["args"], saved["epoch"], saved["step"]
-        self.began, self.progress = time.perf_counter(), None  # the epoch's ProgressMeter
-        self.best_acc1, self.best_epoch, self.ended = -math.inf, 0, False
-        if goes_on:  # else the first validation makes the new folder's model_best.pth
-            self.best_acc1, self.best_epoch = saved["best_acc1"], saved["best_epoch"]
-            # An early end is final, unless more epochs are asked for.
-            self.ended = saved["ended"] and args.epochs <= saved["args"]["epochs"]
 
     @staticmethod
     def saved_flags(args, *names):
@@ -75,58 +65,56 @@ class Run:
     def file(self, name):
         return os.path.join(self.folder, name)
 
-    def plan(self, train_set, steps_per_epoch):
-        """Learn what is to be trained: a data set with a list `classes`, in so many steps an epoch.
+    def starting_point(self, train_set, steps_per_epoch):
+        """The Place where training begins or goes on; with args.evaluate it has ended there.
 
-        Raises ValueError for fewer images than one step takes, and for a checkpoint of another
-        model, of other classes or, in the middle of an epoch, of another batch size, seed or number
-        of images.
+        train_set: a data set with a list `classes`. Raises ValueError for fewer images than one
+        step takes, and for a checkpoint of another model, of other classes or, in the middle of an
+        epoch, of another batch size, seed or number of images.
         """
         args = self.args
         if steps_per_epoch == 0 and not args.evaluate:
             images = f"{len(train_set)} images to train"
             raise ValueError(f"{images} do not fill one --batch-size {args.batch_size}")
-        self.steps_per_epoch = steps_per_epoch
-        self.total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
         self.classes = [str(name) for name in train_set.classes]
         # Saved beside the weights, as plain values: what made them, and what a resume compares.
         known = vars(args) | {"world_size": self.world_size, "images": len(train_set)}
         self.saved_args = json.loads(json.dumps(known, default=str))
-        if not self.checkpoint:
-            return
+        self.resumed_args = self.checkpoint["args"] if self.checkpoint else {}
+        total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
+        self.place = Place(steps_per_epoch, total_steps, ended=args.evaluate)
+        if self.checkpoint:
+            self._compare_task()
+            self._set_place()
+        return self.place
+
+    def _compare_task(self):
         saved, now = self.checkpoint, self.saved_args
         self._compare("--arch", saved["arch"], now["arch"])
         for number, (before, name) in enumerate(zip_longest(saved["classes"], self.classes)):
             self._compare(f"class {number}:", before, name)
-        if saved["step"] > 0 and not args.evaluate:
+        if saved["step"] > 0 and not self.args.evaluate:
             for key in ("batch_size", "seed", "images"):
                 self._compare(f"half an epoch of {key}", saved["args"][key], now[key])
+
+    def _set_place(self):
+        saved, place, args = self.checkpoint, self.place, self.args
+        place.epoch, place.step = saved["epoch"], saved["step"]
+        if self.goes_on:  # else the first validation makes the new folder's model_best.pth
+            place.best_acc1, place.best_epoch = saved["best_acc1"], saved["best_epoch"]
+            # An early end is final, unless more epochs are asked for.
+            place.ended |= saved["ended"] and args.epochs <= saved["args"]["epochs"]
 
     def _compare(self, what, before, now):
         if before != now:
             raise ValueError(f"{self.path} has {what} {before}, but this run has {now}")
 
-    def global_step(self):
-        return self.epoch * self.steps_per_epoch + self.step
-
-    def place(self):
-        """In words; the first epoch is epoch 1."""
-        if self.step == 0 < self.epoch:
-            return f"the end of epoch {self.epoch}"
-        return f"epoch {self.epoch + 1} step {self.step}"
-
     def attach(self, net, optimizer, scaler, meters, **more):
-        """What save() will write; filled from the checkpoint now, if there is one.
+        """Name what save() is to write.
 
         meters: {name: AverageMeter}. more: anything else with state_dict() and load_state_dict(),
-        by name, such as scheduler=scheduler; its state may hold tensors and plain values.
-
-        The settings of the optimizer's groups (rate, momentum, ...) are the script's, not the
-        checkpoint's, except where a torch scheduler is attached, which has set them, and the rate
-        where only the validation is left. With
-        args.evaluate only the model is filled, and of `more` what the checkpoint has. Raises
-        ValueError for a checkpoint that does not fit, and what torch raises for a state in `more`
-        that it could not load.
+        by name, such as scheduler=scheduler; its state may hold tensors and plain values. Raises
+        what torch raises for a state in `more` that it could not load.
         """
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
@@ -135,13 +123,23 @@ class Run:
         file = io.BytesIO()
         torch.save([part.state_dict() for part in more.values()], file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+    def restore(self):
+        """Fill what is attached from the checkpoint, if there is one.
+
+        The settings of the optimizer's groups (rate, momentum, ...) are the script's, not the
+        checkpoint's, except where a torch scheduler is attached, which has set them, and the rate
+        where only the validation is left. With args.evaluate only the model is filled, and of what
+        else is attached what the checkpoint has. Raises ValueError for a checkpoint that does not
+        fit.
+        """
         if self.checkpoint:
             saved, self.checkpoint = self.checkpoint, None  # it takes memory
-            self._load("the model", net, saved["state_dict"])
+            self._load("the model", self.net, saved["state_dict"])
             if not self.args.evaluate:
                 self._restore_training(saved)
-            for name in more.keys() & saved["more"].keys():
-                self._load(name, more[name], saved["more"][name])
+            for name in self.more.keys() & saved["more"].keys():
+                self._load(name, self.more[name], saved["more"][name])
 
     def _restore_training(self, saved):
         self._compare("the optimizer", saved["optimizer_type"], self._optimizer_type())
@@ -150,7 +148,9 @@ class Run:
         self._load("the optimizer", self.optimizer, saved["optimizer"])
         if not any(isinstance(part, LRScheduler) for part in self.more.values()):
             # Where only the validation is left, no step sets a rate: it stays the last one's.
-            kept = ("params", "lr") if self.step == self.steps_per_epoch else ("params",)
+            kept = (
+                ("params", "lr") if self.place.step == self.place.steps_per_epoch else ("params",)
+            )
             for group, now in zip(self.optimizer.param_groups, settings, strict=True):
                 group |= now | {key: group[key] for key in kept}
         if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
@@ -176,7 +176,7 @@ class Run:
         Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
         """
         mine = {
-            "number of steps done": number_of(self.global_step()),
+            "number of steps done": number_of(self.place.global_step()),
             "list of images and classes in train/": fingerprint(train_set),
             "list of images and classes in val/": fingerprint(val_set),
         }
@@ -195,7 +195,7 @@ class Run:
             os.remove(self.file(name))
         if self.damaged and os.path.exists(self.file(NEWEST)):
             os.replace(self.file(NEWEST), self.file(f"checkpoint.damaged-{time.time_ns()}.pth"))
-        cut_lines(self.file(METRICS), self.epoch, self.step)
+        cut_lines(self.file(METRICS), self.place.epoch, self.place.step)
 
     def checksum(self):
         """A number for all bits of the weights: below SMALL, so that sums of its square are exact.
@@ -208,51 +208,13 @@ class Run:
         bits = [x.detach().view(whole[x.element_size()]) for x in weights]
         return number_of(int(sum(x.sum(dtype=torch.int64) for x in bits)))
 
-    def remaining(self):
-        """Yield (epoch, steps): the epochs that are left, and a range of the steps to do in each.
-
-        The range is empty where only the validation is left. It ends where training is to end.
-        """
-        while not (self.finished() or self.args.evaluate):
-            in_this_epoch = self.total_steps - self.epoch * self.steps_per_epoch
-            yield self.epoch, range(self.step, min(self.steps_per_epoch, in_this_epoch))
-
-    def finished(self):
-        """Whether nothing is left to do: no step, and no validation of a complete epoch."""
-        lacks_validation = self.step == self.steps_per_epoch
-        return self.ended or (self.global_step() >= self.total_steps and not lacks_validation)
-
-    def end_epoch(self, score):
-        """Count a complete epoch; returns whether `score`, the higher the better, is the best.
-
-        All ranks call it, so that they know the best score and can take the same decisions.
-        """
-        if self.step == self.steps_per_epoch:
-            self.epoch, self.step = self.epoch + 1, 0
-        is_best = score > self.best_acc1
-        if is_best:
-            self.best_acc1, self.best_epoch = float(score), self.epoch + (self.step > 0)
-        return is_best
-
-    def end(self):
-        """Make this epoch the last, before it is saved. All ranks must call it."""
-        self.ended = True
-
-    def save_epoch(self, row, is_best):
-        """Rank 0, after a validation: save(), and print the epoch's line.
-
-        row: a dict, which becomes a line of metrics.jsonl. is_best: whether what is saved goes to
-        model_best.pth too.
-        """
-        self.save(row, is_best)
-        print_epoch(self, row, is_best)
-
     def save(self, row=None, is_best=False):
         """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.
 
-        checkpoint.pth comes after model_best.pth and metrics.jsonl: after a crash before, the
-        epoch's end is repeated. Raises OSError where it cannot be written, and leaves the old one;
-        FloatingPointError for weights that are not finite.
+        row: a dict, after a validation: it becomes a line of metrics.jsonl. is_best: whether what
+        is saved goes to model_best.pth too. checkpoint.pth comes after these two: after a crash
+        before, the epoch's end is repeated. Raises OSError where it cannot be written, and leaves
+        the old one; FloatingPointError for weights that are not finite.
         """
         bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
         buffers = [pair for pair in self.net.named_buffers() if pair[0] not in self.constants]
@@ -261,12 +223,12 @@ class Run:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
         line = json_line(row) if row else ""  # an error in it comes before anything changes
         state = {
-            "epoch": self.epoch,
-            "step": self.step,
-            "ended": self.ended,
+            "epoch": self.place.epoch,
+            "step": self.place.step,
+            "ended": self.place.ended,
             "arch": self.args.arch,
-            "best_acc1": self.best_acc1,
-            "best_epoch": self.best_epoch,
+            "best_acc1": self.place.best_acc1,
+            "best_epoch": self.place.best_epoch,
             "state_dict": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_type": self._optimizer_type(),

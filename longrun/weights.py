@@ -25,17 +25,17 @@ RENAMED = (
 )
 
 
-def load_weights(net, run):
+def load_weights(net, checkpoints):
     """Fill `net` with the weights that args.pretrained asks for, and say on rank 0 which they are.
 
     args.pretrained: True for torchvision's, the path of a file, or None. A head for another number
-    of classes stays as it is. If the run goes on from a checkpoint, nothing is done: that has all.
+    of classes stays as it is. Nothing is done where `checkpoints` has one to restore: it has all.
     Raises ValueError for weights that cannot be read or do not fit: more than a tenth is missing or
     left over, or a layer has another size; and where there is nothing to evaluate. OSError for what
     cannot be read.
     """
-    args, num_classes = run.args, len(run.classes)
-    if run.path:
+    args, num_classes = checkpoints.args, len(checkpoints.classes)
+    if checkpoints.path:
         return
     if not args.pretrained:
         if args.evaluate and ":" not in args.arch:  # a model of your own may load its weights
@@ -48,12 +48,14 @@ def load_weights(net, run):
     held = read_file(path)
     place, tensors = find_weights(held)
     new, told = fill(net, tensors, num_classes, f"{path}{place and f' ({place})'}", remedy)
-    if held.keys() >= KEYS and held["classes"] != run.classes:  # a checkpoint of these scripts
+    if (
+        held.keys() >= KEYS and held["classes"] != checkpoints.classes
+    ):  # a checkpoint of these scripts
         new = new or ["the names of the classes"]
         told += "; it was trained on other classes"
     if args.evaluate and new:
         raise ValueError(f"{path} has no weights for these {num_classes} classes: train it first")
-    if run.rank == 0:
+    if checkpoints.rank == 0:
         tell(told)
 
 

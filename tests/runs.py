@@ -5,14 +5,14 @@ from argparse import Namespace
 import torch
 
 from common.metrics import AverageMeter
-from longrun.checkpoint import Run
+from longrun.checkpoint import Checkpoints
 from tests import nets
 
 STEPS = 10  # of an epoch
 
 
 class Images(list):
-    """What a Run asks of a data set."""
+    """What Checkpoints ask of a data set."""
 
     def __init__(self, length=80, classes="0123456789"):
         super().__init__(range(length))
@@ -20,7 +20,7 @@ class Images(list):
 
 
 def arguments(folder, resume="auto", **more):
-    """The flags that a Run looks at."""
+    """The flags that Checkpoints look at."""
     known = {"arch": "a", "image_size": 24, "batch_size": 8, "seed": 0, "data": None, "lr": 0.1}
     known |= {"epochs": 9999, "max_steps": None, "evaluate": False}
     known |= {"warmup_epochs": 0, "precision": "fp32", "workers": 1}
@@ -28,9 +28,9 @@ def arguments(folder, resume="auto", **more):
 
 
 def read(folder, resume="auto", images=None, world_size=1, **more):
-    """A run that has the lock, has read its checkpoint, and done nothing else."""
-    run = Run(arguments(folder, resume, **more), 0, world_size)
-    run.plan(images or Images(), STEPS)
+    """Checkpoints of a run that has the lock, has read its own, and done nothing else."""
+    run = Checkpoints(arguments(folder, resume, **more), 0, world_size)
+    run.starting_point(images or Images(), STEPS)
     return run
 
 
@@ -54,6 +54,7 @@ def opened(folder, resume="auto", images=None, **more):
     """A run that may write to its folder, with the state of its checkpoint."""
     run = read(folder, resume, images, **more)
     run.attach(*parts())
+    run.restore()
     run.tidy_folder()
     return run
 
@@ -75,6 +76,7 @@ def write(folder, count, **more):
 
 def save(run, epoch, acc1=None):
     """As at the end of an epoch; without acc1 it is the best so far."""
-    run.epoch, run.step = epoch - 1, STEPS
-    is_best = run.end_epoch(50.0 + epoch if acc1 is None else acc1)
+    run.place.epoch, run.place.step = epoch - 1, STEPS
+    run.place.end_epoch()
+    is_best = run.place.take_score(50.0 + epoch if acc1 is None else acc1)
     run.save({"epoch": epoch, "step": 0}, is_best)

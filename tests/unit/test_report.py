@@ -12,25 +12,27 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.metrics import AverageMeter
 from longrun.files import json_line
-from longrun.report import ProgressMeter, print_banner, print_end
+from longrun.report import Report
 from tests.runs import Images, opened, parts, read, two_groups, write
+
+
+def reporting(run):
+    return Report(run.place, run.rank, run.args)
 
 
 def test_the_line_of_a_step(capsys, tmp_path):
     """Where there is no terminal: tests/run/test_screen.py has one."""
     run = read(tmp_path, None)
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
-    run.attach(*parts()[:3], meters)
-    progress = ProgressMeter(run, end=30)
-    for run.step in (10, 20):
-        progress.update([run.step * 1.5, 500.0, 1000.0])
-        progress.display(0.1)
+    report = reporting(run)
+    report.start_epoch(30)
+    for run.place.step in (10, 20):
+        for meter, total in zip(meters.values(), (run.place.step * 1.5, 500, 1000), strict=True):
+            meter.add(total, 10)
+        report.print_step(meters, 0.1)
     expected = r"epoch 1/\d+ \[20/30\]  \d+ img/s  loss 3.000 \(2.250\)  acc@1 50.000 \(50.000\)  "
     expected += r"acc@5 100.000 \(100.000\)  lr 0.1"
     assert re.fullmatch(expected, capsys.readouterr().out.splitlines()[1])
-    run.step = 0
-    ProgressMeter(run, end=30)
-    assert {meter.count for meter in meters.values()} == {0}  # of the next epoch
 
 
 def test_what_is_no_number_in_json_is_null():
@@ -41,31 +43,32 @@ def test_what_is_no_number_in_json_is_null():
 
 def test_the_speed_of_an_epoch(tmp_path):
     run = opened(tmp_path)
-    progress = ProgressMeter(run, end=10)
-    assert progress.close(0.0) == {}  # only the validation was left
-    progress.start -= 100
-    run.step = 10
-    progress.update([25.0])
+    report = reporting(run)
+    report.start_epoch(10)
+    assert report.end_steps(0.0) == {}  # only the validation was left
+    report.started -= 100
+    run.place.step = 10
     expected = {"images_per_second": 0.8, "data_time": 0.5, "seconds": 100}
-    assert progress.close(50) == pytest.approx(expected, 0.1)
+    assert report.end_steps(50) == pytest.approx(expected, 0.1)
 
 
 # What is said at the end of an epoch, and of a run.
 
 
-def epoch(run, acc1, seconds=10.0, validation=2.0, steps=10, **scores):
-    """Train and validate an epoch, which takes so many seconds, and save it."""
-    progress = ProgressMeter(run, end=run.step + steps)
-    progress.start -= seconds
-    run.step += steps
-    if steps:
-        progress.update([25.0])
-    speed = progress.close(0.0)
-    progress.start -= validation
-    is_best = run.end_epoch(acc1)
-    row = {"epoch": run.epoch, "step": run.step, "train_loss": 2.5, "val_loss": 1.25, "acc1": acc1}
-    row |= {"acc5": 90.0, **scores, "lr": 0.1, "world_size": 1, "batch_size": 8}
-    run.save_epoch(row | speed, is_best)
+def epoch(run, acc1, seconds=10.0, validation=2.0, steps=10, report=None, **scores):
+    """Train and validate an epoch, which takes so many seconds, save it and print its line."""
+    report, place = report or reporting(run), run.place
+    report.start_epoch(place.step + steps)
+    report.started -= seconds
+    place.step += steps
+    speed = report.end_steps(0.0)
+    report.started -= validation
+    place.end_epoch()
+    is_best = place.take_score(acc1)
+    row = {"epoch": place.epoch, "step": place.step, "train_loss": 2.5, "val_loss": 1.25}
+    row |= {"acc1": acc1, "acc5": 90.0, **scores, "lr": 0.1, "world_size": 1, "batch_size": 8}
+    run.save(row | speed, is_best)
+    report.print_epoch(row | speed, is_best)
 
 
 def test_the_line_of_an_epoch(tmp_path, capsys):
@@ -82,9 +85,9 @@ def test_the_line_of_an_epoch_that_is_cut_and_of_one_that_lacked_its_validation(
     run = opened(tmp_path, epochs=9, max_steps=4)
     epoch(run, 50.0, steps=4)
     assert capsys.readouterr().out.startswith("epoch 1/9 step 4  loss 1.2500  ")
-    assert (run.best_epoch, rows(tmp_path)[-1]["epoch"]) == (1, 0)
+    assert (run.place.best_epoch, rows(tmp_path)[-1]["epoch"]) == (1, 0)
     run = opened(tmp_path / "b")
-    run.step = 10
+    run.place.step = 10
     epoch(run, 50.0, steps=0)
     said = capsys.readouterr().out
     assert said.startswith("epoch 1/9999  loss ") and "left" not in said
@@ -94,14 +97,15 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
     """Also by a process that only finds all done."""
     monkeypatch.chdir(tmp_path)
     run = opened("c", epochs=5)
+    report = reporting(run)
     for acc1 in (50.0, 70.0, 60.0):
-        epoch(run, acc1)
-    run.end()
+        epoch(run, acc1, report=report)
+    run.place.end()
     run.save()
-    run.began -= 7200
+    report.began -= 7200
     capsys.readouterr()
-    print_end(run)
-    print_end(opened("c", epochs=5))
+    report.print_end()
+    reporting(opened("c", epochs=5)).print_end()
     done, *others = capsys.readouterr().out.splitlines()
     assert done == "done in 2:00:00, after 3 of 5 epochs"
     best = [
@@ -113,12 +117,12 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
 
 def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
     run = opened(tmp_path / "c")
-    run.step = 10  # it is not validated
-    print_end(run)
+    run.place.step = 10  # it is not validated
+    reporting(run).print_end()
     assert capsys.readouterr().out == "stopped at epoch 1 step 10, saved: --resume auto goes on\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    print_end(run)
+    reporting(run).print_end()
     assert "\ntorchrun reports every stop as below: that is no error\n" in capsys.readouterr().out
     failure = ProcessFailure(0, 1, 75, str(tmp_path / "error.json"))  # torchrun's own
     assert failure.message["message"].startswith("stopped at epoch 1 step 10, saved")
@@ -131,7 +135,7 @@ def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
 def banner(run, capsys, **about_images):
     train_set = Images()
     vars(train_set).update(about_images)
-    print_banner(run, train_set, Images(16), "gloo", torch.device("cpu"))
+    reporting(run).print_banner(run, train_set, Images(16), "gloo", torch.device("cpu"))
     return capsys.readouterr().out
 
 
@@ -168,7 +172,7 @@ def test_the_banner_shows_the_rate_that_each_group_learns_at(tmp_path, capsys):
     groups = [{"params": [x], "scale": 1 if i else 0.1} for i, x in enumerate(net.parameters())]
     run.attach(net, torch.optim.SGD(groups, 0.1), scaler, meters)
     assert "; learning rate 0.01, 0.1\n" in banner(run, capsys)
-    run.step = 10
+    run.place.step = 10
     run.optimizer.param_groups[0]["lr"] = 0.02
     assert "; learning rate 0.02, 0.1\n" in banner(run, capsys)
 
@@ -178,6 +182,7 @@ def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     (tmp_path / "checkpoint.pth").write_bytes(b"damaged")
     run = read(tmp_path, world_size=2, seed=5, workers=99, evaluate=True)  # 99 change nothing
     run.attach(*parts())
+    run.restore()
     assert banner(run, capsys).splitlines()[4:] == [
         f"{tmp_path}/checkpoint.pth is no checkpoint of these scripts, or damaged",
         f"resumed from {tmp_path}/checkpoint.prev.pth at the end of epoch 1",
@@ -187,7 +192,7 @@ def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     run = opened(tmp_path, epochs=1)
     done = "nothing left to train: 10 of 10 steps are done"
     assert banner(run, capsys).endswith(f"{done}\n")
-    run.end()
+    run.place.end()
     run.save()
     said = banner(opened(tmp_path, epochs=1), capsys)
     assert said.endswith(f"{done}, and it was ended early\n")
