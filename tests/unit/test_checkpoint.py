@@ -338,7 +338,7 @@ def test_the_one_before_is_taken_for_a_damaged_one(tmp_path, bad, epoch, share):
     assert len(rows(tmp_path)) == epoch
     (kept,) = tmp_path.glob("checkpoint.damaged-*.pth")
     assert kept.read_bytes() == content and not os.path.exists(paths[0])
-    assert opened(tmp_path).place.epoch == epoch  # a kill between the two renames of a save leaves none
+    assert opened(tmp_path).place.epoch == epoch  # a kill between two renames leaves none
     save(run, epoch + 1)
     assert opened(tmp_path).damaged == [] and kept.exists()
     save(run, epoch + 2)
@@ -427,7 +427,7 @@ def test_what_is_no_checkpoint_is_one_line_at_once(tmp_path, kind):
     [
         (lambda run: run.net[0].weight.data.view(-1)[0].fill_(torch.inf), FloatingPointError, "0"),
         (lambda run: run.net[1].mean.fill_(torch.nan), FloatingPointError, "1.mean holds NaN"),
-        (lambda run: setattr(run, "epoch", torch.ones(2)), TypeError, "serializable"),
+        (lambda run: setattr(run.place, "epoch", torch.ones(2)), TypeError, "serializable"),
     ],
     ids=["weight", "buffer", "no JSON"],
 )
@@ -510,7 +510,7 @@ def test_only_the_newest_goes_on_in_its_folder(tmp_path):
         for folder in "cd":
             message = "holds a run .*: give another --checkpoint-dir, or continue the newest"
             refused(tmp_path / folder, message, f"{tmp_path}/{name}")
-        assert opened(tmp_path / "new", f"{tmp_path}/{name}").epoch == epoch
+        assert opened(tmp_path / "new", f"{tmp_path}/{name}").place.epoch == epoch
     assert content(tmp_path / "c") == before
     for epoch, name in enumerate(("c/checkpoint.pth", "d/checkpoint.pth", "newest.pth"), 4):
         save(opened(tmp_path / "c", f"{tmp_path}/{name}"), epoch)

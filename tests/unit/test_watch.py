@@ -22,7 +22,7 @@ Original Traceback (most recent call last):
 OSError: no a.jpg
 it may help to copy it again
 '''
-where = types.SimpleNamespace(place=lambda: "epoch 5 step 6")
+where = "epoch 5 step 6"
 """
 FAILED = "rank 3 failed at epoch 5 step 6: "
 # Another process of ours dies just when the first error is about to be said.
