@@ -145,10 +145,24 @@ def users_line(frame=None):
 
 
 def total(tensor):
-    """The same for the same bits."""
+    """What its numbers add up to."""
     torch = sys.modules["torch"]
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return str(tensor.sum(dtype=torch.float64).item())
+
+
+def bits(tensor):
+    """The same for the same bits, in any memory format: their sum as int32, which may overflow.
+
+    A fifth of the time of total(): weights are looked at before each of the first steps.
+    """
+    torch = sys.modules["torch"]
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if tensor.element_size() not in whole or tensor.is_quantized:
+        return total(tensor)
+    kind = torch.int64 if tensor.element_size() == 8 else torch.int32
+    return str(tensor.view(whole[tensor.element_size()]).sum(dtype=kind).item())
 
 
 def is_plain(tensor):

@@ -5,7 +5,7 @@ import gc
 import sys
 import weakref
 
-from ..events import FORWARD, is_plain, note, total
+from ..events import FORWARD, bits, is_plain, note
 from . import wrap
 
 MODELS = []  # those that DDP has wrapped
@@ -111,8 +111,8 @@ def install(torch):
 
 def note_validation(module, wrapped):
     """The model that is validated, as sums of its tensors. A part of one on several is left out."""
-    weights = {name: total(w) for name, w in module.named_parameters() if is_plain(w)}
-    buffers = {name: total(buffer) for name, buffer in module.named_buffers() if is_plain(buffer)}
+    weights = {name: bits(w) for name, w in module.named_parameters() if is_plain(w)}
+    buffers = {name: bits(buffer) for name, buffer in module.named_buffers() if is_plain(buffer)}
     mode = module.training
     facts = {"wrapped": wrapped, "modes": modes(module)}
     note("validates", training=mode, weights=weights, buffers=buffers, **facts)

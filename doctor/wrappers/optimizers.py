@@ -4,7 +4,7 @@ import hashlib
 import sys
 import weakref
 
-from ..events import is_plain, note, total
+from ..events import bits, is_plain, note
 from . import wrap
 from .models import NAMES, ORDERS, validated
 
@@ -49,8 +49,8 @@ def step(torch, optimizer, *_):
     note(
         "step",
         optimizer=number(optimizer),
-        weights={f"{model}.{name}": total(w) for model, name, w in wrapped if looks},
-        own={f"{i} {[*w.shape]}": total(w) for i, w in own if looks},
+        weights={f"{model}.{name}": bits(w) for model, name, w in wrapped if looks},
+        own={f"{i} {[*w.shape]}": bits(w) for i, w in own if looks},
         ours=len(own),
         order={str(model): ORDERS.pop(model, []) for model in models},
         lr=[float(group["lr"]) for group in optimizer.param_groups],

@@ -4,8 +4,10 @@ import argparse
 import weakref
 
 import pytest
+import torch
 
 from doctor import events, judges, launch, plan, wrappers
+from doctor.events import bits
 from doctor.files import programs
 from doctor.judges import comparing, data, ending, saving, steps, training, validation  # noqa: F401
 from doctor.run import Process, Run
@@ -205,3 +207,13 @@ def test_who_failed_before_a_validation_is_not_said_to_miss_it():
     assert ending.wrapped_alone(Run([process(trains, validates), process(trains, ended)])) is None
     found = ending.wrapped_alone(Run([process(trains, validates), process(trains, trains, ended)]))
     assert found.line == "t.py:9"
+
+
+def test_bits_are_the_same_in_any_memory_format_and_for_no_other_tensor():
+    images = torch.randn(4, 3, 5, 5)
+    assert bits(images) == bits(images.to(memory_format=torch.channels_last))
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64):
+        one, other = torch.ones(2, 4).to(kind), torch.ones(2, 4).to(kind)
+        other[1, 2] = 2
+        assert bits(one[:, ::2]) == bits(one[:, 1::2]) != bits(other[:, ::2])
+    assert bits(torch.ones(2, dtype=torch.bool)) != bits(torch.zeros(2, dtype=torch.bool))
