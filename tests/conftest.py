@@ -21,6 +21,8 @@ os.environ |= PATIENT  # is read when torch is loaded
 
 import torch  # noqa: E402
 
+torch.set_num_threads(1)  # pytest's other workers need the cores
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 # As if its environment was active.

@@ -9,8 +9,8 @@ from conftest import each
 from tests.launched import SCRIPTS, start
 
 
-# Apex's script has these lines of distributed.py, and its launcher.
-@pytest.mark.parametrize("name", each(SCRIPTS, ["distributed"], ["apex"]))
+# Of one launcher, or none, there is one script: these lines are the same in all (test_diffs.py).
+@pytest.mark.parametrize("name", each(SCRIPTS, ["distributed"], ["alone", "apex", "fsdp"]))
 def test_a_mistake_is_one_line(name, work, tmp_path):
     """torchrun and horovodrun add a report of their own, and return 1."""
     repeated = name in ("distributed", "apex", "fsdp")  # torchrun does, in its last lines
