@@ -1,5 +1,6 @@
 """How the tests start scripts: as a user does, with a timeout, and with nothing left behind."""
 
+import gc
 import json
 import os
 import queue
@@ -19,6 +20,8 @@ PATIENT = {"OMP_WAIT_POLICY": "passive"}
 os.environ |= PATIENT  # is read when torch is loaded
 
 import torch  # noqa: E402
+
+torch.set_num_threads(1)  # pytest's other workers need the cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
@@ -52,6 +55,16 @@ def full(*parameters):
     return pytest.param(*parameters, marks=pytest.mark.full)
 
 
+def soak(*parameters):
+    """Parameters of a test that is run by hand alone: others show the same in parts."""
+    return pytest.param(*parameters, marks=pytest.mark.soak)
+
+
+def each(names, quick=(), by_hand=()):
+    """Parameters: some of them without --all too, some by hand alone."""
+    return [n if n in quick else soak(n) if n in by_hand else full(n) for n in names]
+
+
 HOROVODRUN = [Path(PYTHON).parent / "horovodrun", "-np", 2, PYTHON]
 
 
@@ -64,17 +77,33 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also the tests that take long")
 
 
-# What takes longest comes first, or one core would wait for the other at the end.
+# What takes longest comes first, or one core would wait for the other at the end: a file is run by
+# one of pytest's workers. Then the rooms.
+LONGEST = """docs/test_doctor docs/test_docs run/test_training docs/test_doctor_files
+cluster/test_slurm
+docs/test_doctor_ends run/test_gpu_hour cluster/test_elastic docs/test_recipes docs/test_minimal
+docs/test_libraries docs/test_compose_pairs run/test_resume run/test_faults docs/test_page
+run/test_screen docs/test_mean_data docs/test_compose""".split()
 ROOMS = {"cluster": 0, "run": 1, "gpu": 2, "docs": 3, "unit": 4}
 
 
+def place(item):
+    """Where a test comes in the order."""
+    room, name = item.path.parent.name, f"{item.path.parent.name}/{item.path.stem}"
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST) + ROOMS.get(room, 0)
+
+
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: ROOMS.get(item.path.parent.name, 0))
+    items.sort(key=place)
     if config.getoption("--all") or any("::" in name for name in config.args):
         return
     long = [i for i in items if i.get_closest_marker("full") and not i.get_closest_marker("soak")]
     config.hook.pytest_deselected(items=long)
     items[:] = [item for item in items if item not in long]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported: a walk through it takes 0.2 s, each time
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -4,9 +4,11 @@ A run is compared with the uninterrupted one to the bit: weights, buffers, momen
 best accuracy and every line of metrics.jsonl but for its timings.
 """
 
-import functools
+import fcntl
+import hashlib
 import os
 import re
+import shutil
 from pathlib import Path
 
 from conftest import (
@@ -23,6 +25,7 @@ from conftest import (
 )
 
 from common.images import digits_folder
+from tests.docs.ranks import good
 
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
 FLAGS = "--arch tests.nets:normed --image-size 24 --batch-size 48 --epochs 2 -p 1".split()
@@ -45,6 +48,9 @@ SCRIPTS = {
 }
 # Whose sums are the same to the bit: one process adds in another order than two, and so does FSDP.
 ALIKE = {"alone": "alone", "dataparallel": "alone", "fsdp": "fsdp"}
+# These without a launcher, where nothing depends on it.
+FORKED = {"alone": ("distributed.py", 1), "distributed": ("distributed.py", 2)}
+FORKED |= {"fsdp": ("fsdp_distributed.py", 2)}
 WARNS = "warn|abort|terminate|Traceback"  # no good run says any of it
 
 
@@ -70,22 +76,39 @@ def at_step(job, step, epoch=1):
     return job.wait_for(rf"epoch {epoch}/\d+ \[{step}/")
 
 
+def forked(name, folder, work, *more):
+    """The output of a whole run of one of FORKED: its processes are forks of one (ranks.py)."""
+    script, ranks = FORKED[name]
+    flags = [*FLAGS, "--checkpoint-dir", folder, *more]
+    return good(ROOT / script, *flags, ranks=ranks, cwd=work)
+
+
 def resume(name, folder, work, *more):
     """The rest of a run of any script, by the cheapest that goes on to the same end."""
-    name = ALIKE.get(name, "distributed")
-    return start(name, folder, work, "--resume", "auto", *more, env={}).finish()
+    return forked(ALIKE.get(name, "distributed"), folder, work, "--resume", "auto", *more)
 
 
 def straight(name, work, *more):
-    """The folder of a run without a fault that ends as this script's does to the bit."""
-    return _straight(ALIKE.get(name, "distributed"), work, more)
+    """The folder of a run without a fault that ends as this script's does to the bit.
 
-
-@functools.cache
-def _straight(name, work, more):
-    folder = work / f"straight-{len([*work.glob('straight-*')])}"
-    output = start(name, folder, work, *more, env={}).finish()
-    assert not re.search(WARNS, output, re.I), output
+    It is made once, whichever of pytest's workers is the first to ask for it: that with no other
+    flags by torchrun, or with no launcher, as users do.
+    """
+    name = ALIKE.get(name, "distributed")
+    said = " ".join([name, *map(str, more)]).replace(str(work), "WORK")
+    shared = work.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else work.parent
+    folder = shared / f"straight-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            made = work / "straight"
+            shutil.rmtree(made, ignore_errors=True)  # of a run that has failed
+            if more:
+                output = forked(name, made, work, *more)
+            else:
+                output = start(name, made, work, env={}).finish()
+            assert not re.search(WARNS, output, re.I), output
+            made.rename(folder)
     return folder
 
 

@@ -7,8 +7,9 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import ONE_THREAD, ROOT, last_result, load, python, run, same_state, torchrun
+from conftest import ONE_THREAD, ROOT, last_result, load, run, same_state, torchrun
 
+from tests.docs.ranks import good, run_ranks
 from tests.launched import FLAGS, straight
 
 SCRIPT = "apex_distributed.py"
@@ -20,8 +21,16 @@ CASES = {
 REMEDY = "build it as github.com/NVIDIA/apex says; distributed.py --precision bf16 needs none"
 
 
+DOUBLES = ROOT / "tests/apex_doubles"
+
+
 def double(era):
-    return ONE_THREAD | {"PYTHONPATH": str(ROOT / "tests/apex_doubles" / era)}
+    return ONE_THREAD | {"PYTHONPATH": str(DOUBLES / era)}
+
+
+def first_of_all(folder):
+    """As PYTHONPATH, for forks."""
+    return f"import sys; sys.path.insert(0, {str(folder)!r})"
 
 
 @pytest.mark.full
@@ -33,27 +42,37 @@ def test_one_line_says_what_is_missing(work, tmp_path):
     for folder, message in ((".", none), ("apex", none), ("apex/optimizers", extensions)):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "__init__.py").write_text("import pyramid_of_another_project")
-        output = run(python(SCRIPT), work, env={"PYTHONPATH": str(tmp_path)}, code=2)
-        assert output == f"error: {message}: {REMEDY}\n"
+        codes, output = run_ranks(ROOT / SCRIPT, cwd=work, before=first_of_all(tmp_path))
+        assert codes == [2] and output == f"error: {message}: {REMEDY}\n"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("era, flag", [("older", "--precision=bf16"), ("today", "--opt-level=O1")])
 def test_a_flag_of_the_other_era_is_one_line(era, flag, work):
-    output = run([*python(SCRIPT), flag], work, env=double(era), code=2)
-    assert output.startswith("error: --opt-level is for an Apex with apex.amp, --precision for")
+    codes, output = run_ranks(ROOT / SCRIPT, [flag], cwd=work, before=first_of_all(DOUBLES / era))
+    assert codes == [2] and output.startswith(
+        "error: --opt-level is for an Apex with apex.amp, --precision for"
+    )
     assert output.count("\n") == 1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["fp16", "O1"])
 def test_goes_on_from_distributed_and_is_the_same(case, work, tmp_path):
-    """In mid-epoch, twice: scaled losses are counted on. In fp32: tests/run/test_resume.py."""
+    """In mid-epoch, and from its own checkpoint: scaled losses are counted on.
+
+    Under torchrun in fp16, whose scaler is torch's in both: apex.amp's is forked.
+    """
     (era, flags, said, same), folder = CASES[case], tmp_path / "c"
-    begin, go_on = [*torchrun(2), *same.split()], [*torchrun(2, SCRIPT), *flags.split()]
-    for command, steps in ((begin, 9), (go_on, 20), (go_on, 45)):
-        command = [*command, *FLAGS, "--checkpoint-dir", folder, "--resume", "auto"]
-        output = run([*command, "--max-steps", steps], work, env=double(era))
+    begin, go_on = ["distributed.py", *same.split()], [SCRIPT, *flags.split()]
+    stops = ((begin, 9), (go_on, 20), (go_on, 45)) if case == "O1" else ((begin, 9), (go_on, 45))
+    for (script, *own), steps in stops:
+        more = [*own, *FLAGS, "--checkpoint-dir", folder, "--resume", "auto", "--max-steps", steps]
+        if case == "O1":
+            known = {"ranks": 2, "cwd": work, "before": first_of_all(DOUBLES / era)}
+            output = good(ROOT / script, *more, **known)
+        else:
+            output = run([*torchrun(2, script), *more], work, env=double(era))
         assert steps == 9 or (said in output and "resumed from" in output), output
     ours, theirs = load(folder), load(straight("distributed", work, *same.split()))
     if case == "O1":
@@ -65,10 +84,11 @@ def test_goes_on_from_distributed_and_is_the_same(case, work, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("era, flags", [("older", "--opt-level O3"), ("today", "--precision bf16")])
 def test_validates_in_the_precision_of_training(era, flags, work, tmp_path):
-    command = [*torchrun(2, SCRIPT), *FLAGS, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
-    trained = last_result(run(command, work, env=double(era)))
+    command = [ROOT / SCRIPT, *FLAGS, *flags.split(), "--checkpoint-dir", tmp_path / "c"]
+    known = {"ranks": 2, "cwd": work, "before": first_of_all(DOUBLES / era)}
+    trained = last_result(good(*command, **known))
     assert trained[1] > 30
     dtypes = {weight.dtype for weight in load(tmp_path / "c")["state_dict"].values()}
     assert (torch.bfloat16 in dtypes) == (era == "older")
     again = [*command, "--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
-    assert last_result(run(again, work, env=double(era))) == trained
+    assert last_result(good(*again, **known)) == trained

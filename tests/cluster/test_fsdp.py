@@ -3,8 +3,9 @@
 import shutil
 
 import pytest
-from conftest import ROOT, assert_close, load, rows, run, same_state, torchrun
+from conftest import ROOT, assert_close, load, rows, same_state
 
+from tests.docs.ranks import good, run_ranks
 from tests.launched import FLAGS, SMOOTH, straight
 
 SCRIPT = "fsdp_distributed.py"
@@ -30,10 +31,10 @@ def test_an_empty_parameter_is_one_line(work, tmp_path):
         "    return net\n"
     )
     flags = [*FLAGS, "--arch", "mine:net", "--checkpoint-dir", tmp_path / "c"]
-    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    output = run([*torchrun(2, SCRIPT), *flags], work, env=path, code=1)
+    here = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    codes, output = run_ranks(ROOT / SCRIPT, flags, 1, work, before=here)
     line = "error: fully_shard cannot divide 0.more, which is empty: remove it\n"
-    assert f"\n{line}" in output and "_chunk_cat" not in output
+    assert codes == [2] and line in output and "_chunk_cat" not in output
 
 
 @pytest.mark.full
@@ -47,7 +48,7 @@ def test_a_resnet_is_ddps_to_the_bit_where_both_run_the_same_kernels(work, tmp_p
     flags = "--arch resnet18 --image-size 32 --batch-size 32 --max-steps 6 -j 0".split()
     for name, script in {"ddp": "distributed.py", "fsdp": SCRIPT}.items():
         script = shutil.copy(ROOT / script, tmp_path)
-        run([*torchrun(2, script), *flags, "--checkpoint-dir", tmp_path / name], work)
+        good(script, *flags, "--checkpoint-dir", tmp_path / name, ranks=2, cwd=work)
     assert same_state(load(tmp_path / "ddp"), load(tmp_path / "fsdp"))
 
 
@@ -65,6 +66,6 @@ def test_nodes_keep_a_copy_each(work, tmp_path):
     script = tmp_path / SCRIPT
     script.write_text(text)
     flags = [*FLAGS, *SMOOTH, "--checkpoint-dir", tmp_path / "c"]
-    output = run([*torchrun(4, script), *flags], work, env={"PYTHONPATH": str(ROOT)})
+    output = good(script, *flags, ranks=4, cwd=work)
     assert "processes: 4, gloo, cpu" in output
     assert_close(load(tmp_path / "c"), load(straight("distributed", work, *SMOOTH)))

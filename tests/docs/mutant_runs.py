@@ -36,7 +36,7 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo", "torch.optim.swa_utils"]
     + ["sklearn.datasets.data", "sklearn.datasets.descr", "torch.distributed.checkpoint"]
-    + ["torch.distributed.checkpoint.state_dict", "tests.docs.mutant_runs"]
+    + ["torch.distributed.checkpoint.state_dict", "tests.docs.mutant_runs", "tests.docs.ranks"]
 )
 
 IDLE = 5  # seconds without any work in all processes: a hang

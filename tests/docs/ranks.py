@@ -4,6 +4,7 @@ multiprocessing's forkserver has imported torch once and forks each of them: tha
 for each. The launchers themselves are started in test_docs.py, test_minimal.py and tests/run.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -55,6 +56,8 @@ def be_a_rank(arguments, env, cwd, output, before):
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout.reconfigure(line_buffering=True)
+    # What the forkserver has imported need not be walked through: that was half of a short run.
+    gc.freeze()
     os.environ |= env
     os.chdir(cwd)
     sys.argv = arguments

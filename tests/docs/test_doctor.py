@@ -7,13 +7,14 @@ import time
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, full, run
+from conftest import PYTHON, ROOT, each, full, run
 
 from doctor.judges import JUDGES, findings
 from doctor.judges.comparing import BATCH, NUMBERS, REPEATED, SUM
 from doctor.judges.steps import WRONG_ORDERS
 from tests.docs.copies import USER, edited, equal, patched
 from tests.docs.doctors import looked_at
+from tests.docs.mutant_runs import diagnosed
 from tests.docs.ranks import good
 from tests.docs.test_docs import anchors
 
@@ -80,6 +81,15 @@ def examined(folder, *words, code=0, env=None, timeout=100):
     ], output
 
 
+def forked(folder, text, *words, code=0):
+    """As examined(), but for the launcher: the processes are forks."""
+    (folder / "run").mkdir(exist_ok=True)
+    report = diagnosed(folder / "run", ["--quick", *words], text)
+    assert report["code"] == code, report["said"]
+    found = FINDING.findall(report["said"])
+    return [(int(number), text, place) for _, number, text, place in found], report["said"]
+
+
 SAVING = """
 import os
 import torch
@@ -121,18 +131,12 @@ UNCHECKED = ("    if len(train_set) < BATCH_SIZE:\n", "    if False:\n")
 
 def test_a_loader_without_a_batch_is_no_training(tmp_path):
     """The script validates, so something was seen; but it trains nothing, without an error."""
-    script = copied(tmp_path)
-    script.write_text(
-        edited(script.read_text(), [("BATCH_SIZE = 64", "BATCH_SIZE = 4096"), UNCHECKED])
-    )
-    output = examined(tmp_path, "script.py", code=2)[1]
-    line = (
-        script.read_text()
-        .splitlines()
-        .index(
-            "    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, "
-            "drop_last=True)"
-        )
+    edits = [("BATCH_SIZE = 64", "BATCH_SIZE = 4096"), UNCHECKED]
+    text = edited(copied(tmp_path).read_text(), edits)
+    output = forked(tmp_path, text, code=2)[1]
+    line = text.splitlines().index(
+        "    train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, "
+        "drop_last=True)"
     )
     said = (
         f"\n script.py:{line + 1}  this loader gives no batch: has it fewer items than a batch?\n"
@@ -142,8 +146,7 @@ def test_a_loader_without_a_batch_is_no_training(tmp_path):
 
 def test_what_ended_the_script_is_said_first(tmp_path):
     """The number of mistakes is that of a run that was not seen to its end."""
-    (tmp_path / "script.py").write_text("import no_such_package\n")
-    output = examined(tmp_path, "script.py", code=3)[1]
+    output = forked(tmp_path, "import no_such_package\n", code=3)[1]
     error = "script.py:1  rank 0 failed: ModuleNotFoundError: No module named 'no_such_package'"
     assert output.index(error) < output.index("it ended with exit code 1")
     assert output.index("it ended with exit code 1") < output.index(" mistakes: 0, hints: 0")
@@ -151,12 +154,11 @@ def test_what_ended_the_script_is_said_first(tmp_path):
 
 def test_a_count_of_all_in_each_process_is_certain_above_100_percent(tmp_path):
     """Else a hint: a script may divide by the number of processes."""
-    script = copied(tmp_path, "validation_not_shared")
-    output = examined(tmp_path, "script.py", code=1)[1]
+    text = copied(tmp_path, "validation_not_shared").read_text()
+    output = forked(tmp_path, text, code=1)[1]
     assert " mistakes: 1, hints: 0\n" in output and "each process validates all 359" in output
-    text = script.read_text()
-    script.write_text(edited(text, [("correct.item() / len(val_set)", "correct.item() / 718")]))
-    output = examined(tmp_path, "script.py")[1]
+    text = edited(text, [("correct.item() / len(val_set)", "correct.item() / 718")])
+    output = forked(tmp_path, text)[1]
     assert " mistakes: 0, hints: 1\n" in output and "hint: each process validates all" in output
 
 
@@ -166,6 +168,7 @@ def test_its_own_flags_come_first(tmp_path):
     assert said.endswith("error: put --twice before script.py: it is a flag of the doctor\n")
 
 
+@pytest.mark.full
 def test_says_that_the_launcher_started_nothing(tmp_path):
     """Not that the script has no process group."""
     (tmp_path / "script.py").touch()
@@ -196,27 +199,64 @@ def heading_of(name):
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-# The launcher, or the end that the doctor makes, is a part of these.
-STARTED = {"all_reduce_on_rank_0", "model_on_rank_0", "branch_on_data", "rank_0_prepares"}
-STARTED |= {"early_stop_on_rank_0", "freeze_after_wrap"}
-STARTED |= {name for name, (_, *all_runs) in NAMED.items() if all_runs}
+# Of these the end of the run, or what the other runs of plain use add, is a part.
+ENDED = {"all_reduce_on_rank_0", "model_on_rank_0", "branch_on_data", "rank_0_prepares"}
+ENDED |= {"early_stop_on_rank_0", "freeze_after_wrap"}
+ALL_RUNS = {name for name, (_, *all_runs) in NAMED.items() if all_runs}
+# Those that the command itself names with --all: one of each kind. The others are a soak.
+BY_COMMAND = {"early_stop_on_rank_0": "--quick", "uneven_parts": "-n=3 --quick"}
+BY_COMMAND["resume_repeats_epoch"] = "--quick --twice"
 
 
-@pytest.mark.parametrize("name", [full(name) for name in sorted(STARTED)])
-def test_names_the_mistake_and_nothing_else(name, tmp_path):
-    said, *all_runs = NAMED[name]
-    script = copied(tmp_path, name, 5 if name in WHOLE else 2)
+def with_mistake(name, folder):
+    script = copied(folder, name, 5 if name in WHOLE else 2)
     if name == "uneven_parts":  # 64 images cannot be shared by three
         script.write_text(edited(script.read_text(), [("BATCH_SIZE = 64", "BATCH_SIZE = 96")]))
-    flags = ["--budget=1000"] if all_runs else ["--quick"]
+    return script
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in BY_COMMAND else pytest.mark.soak)
+        for name in sorted(ENDED | ALL_RUNS)
+    ],
+)
+def test_names_the_mistake_and_nothing_else(name, tmp_path):
+    """By the command."""
+    said, script = NAMED[name][0], with_mistake(name, tmp_path)
+    flags = BY_COMMAND.get(name, "--budget=1000" if name in ALL_RUNS else "--quick").split()
     output = run([*DOCTOR[:2], *flags, script], tmp_path, env=USER, code=None, timeout=400)
     found = FINDING.findall(output)
     assert [place for *_, place in found] == [heading_of(name)], output
     assert said in script.read_text().splitlines()[int(found[0][1]) - 1], output
     assert "Traceback" not in output.partition(" mistakes:")[2], output
+    assert ("started again: it loaded a file" in output) == (name == "resume_repeats_epoch")
 
 
-@pytest.mark.parametrize("name", sorted(NAMED.keys() - STARTED))
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", sorted((ENDED | ALL_RUNS | {"validation_not_shared"}) - BY_COMMAND.keys())
+)
+def test_finds_the_mistake_in_all_runs_and_nothing_else(name, tmp_path):
+    """As the command does, but for the launcher: the processes are forks, as in ranks.py."""
+    text = with_mistake(name, tmp_path).read_text()
+    (tmp_path / "run").mkdir()
+    flags = ["--quick"] if name in ENDED else []
+    flags += ["--patience=2"] if name == "rank_0_prepares" else []  # eight times that it waits
+    report = diagnosed(tmp_path / "run", flags, text)
+    places = [f"docs/bugs.md#{heading_of(name)}"]
+    if name == "validation_not_shared":  # it prints twice what one process prints
+        places.append("docs/doctor.md#a-number-is-that-of-a-part")
+    assert [one["place"] for one in report["found"]] == places, report["said"]
+    line = int(report["found"][0]["line"].rpartition(":")[2])
+    assert NAMED[name][0] in text.splitlines()[line - 1], report["said"]
+
+
+IN_ONE_RUN = sorted(NAMED.keys() - ENDED - ALL_RUNS)
+
+
+@pytest.mark.parametrize("name", each(IN_ONE_RUN, IN_ONE_RUN[::3]))
 def test_finds_the_mistake_and_nothing_else(name, tmp_path):
     (said,) = NAMED[name]
     if name == "resume_on_rank_0":
@@ -329,8 +369,8 @@ def test_finds_no_mistake_in_a_recipe_and_changes_no_bit(name, tmp_path):
 @pytest.mark.parametrize("name", ["dataparallel", "one_gpu"])
 def test_a_script_without_a_group_is_not_compared(name, tmp_path):
     text = (ROOT / f"minimal/{name}.py").read_text()
-    (tmp_path / "script.py").write_text(edited(text, [("EPOCHS = 5", "EPOCHS = 1")]))
-    assert "joins no process group" in examined(tmp_path, "script.py", code=2)[1]
+    text = edited(text, [("EPOCHS = 5", "EPOCHS = 1")])
+    assert "joins no process group" in forked(tmp_path, text, code=2)[1]
 
 
 OWN_DATA = """
@@ -430,8 +470,7 @@ if __name__ == "__main__":
 @pytest.mark.full
 def test_finds_nothing_in_groups_that_the_script_starts_itself(tmp_path):
     """It names GPUs, imports functions by name, loads in one group what the other saved."""
-    (tmp_path / "script.py").write_text(SPAWNED)
-    found, output = examined(tmp_path, "--patience=2", "script.py", timeout=200)
+    found, output = forked(tmp_path, SPAWNED, "--patience=2")
     assert not found and "looked at 2 processes, each: 1 steps" in output, output
     assert "the doctor failed" not in output
 
@@ -498,6 +537,7 @@ def test_every_place_is_a_heading_of_the_page():
         } <= known
 
 
+@pytest.mark.full
 def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):
     """It would wait for them. A double: the script does not use it."""
     (tmp_path / "ray.py").touch()
@@ -549,14 +589,12 @@ DistributedDataParallel(Slow(1, 1))(torch.ones(1, 1)).sum().backward()
 @pytest.mark.full
 def test_a_slow_model_is_no_hang(tmp_path):
     """Its code is called by DDP, where processes wait as well."""
-    (tmp_path / "script.py").write_text(SLOW)
-    ((_, text, place),) = examined(tmp_path, "--patience=2", "script.py", code=3)[0]
+    ((_, text, place),) = forked(tmp_path, SLOW, "--patience=2", code=3)[0]
     assert place == "rank-0-prepares-for-longer-than-the-timeout", text
     assert text.startswith("hint: rank 0 is at script.py:11, rank 1 waits in backward"), text
 
 
 def test_what_it_says_of_a_crash(tmp_path):
     """The reason, and not that nothing was found."""
-    (tmp_path / "script.py").write_text("import torch\n\ntorch.ones(2) @ torch.ones(3)\n")
-    output = examined(tmp_path, "script.py", code=3)[1]
+    output = forked(tmp_path, "import torch\n\ntorch.ones(2) @ torch.ones(3)\n", code=3)[1]
     assert "script.py:3  rank" in output and "inconsistent tensor size" in output

@@ -7,7 +7,9 @@ import shutil
 import pytest
 from conftest import PYTHON, ROOT, run
 
+from doctor import launch
 from tests.docs.copies import USER
+from tests.docs.mutant_runs import diagnosed
 
 HEAD = """import os, signal, sys, time
 import torch
@@ -26,6 +28,14 @@ def report(folder, text, *flags, code, timeout=100):
     output = run(words, folder, env=USER, code=code, timeout=timeout)
     assert "the doctor failed" not in output and "Traceback" not in output.rpartition("mistakes")[2]
     return output
+
+
+def forked(folder, text, *flags, code):
+    """As report(), but for the launcher: the processes are forks."""
+    (folder / "run").mkdir()
+    found = diagnosed(folder / "run", ["--quick", "--patience=3", *flags], HEAD + text)
+    assert found["code"] == code, found["said"]
+    return found["said"].replace("script.py", "train.py")
 
 
 def line(text, what):
@@ -61,7 +71,7 @@ dist.all_reduce(x)
     ],
 )
 def test_a_hang_at_one_line_ends(text, tmp_path):
-    output = report(tmp_path, text, code=1)
+    output = (report if text == "dist.recv(x)" else forked)(tmp_path, text, code=1)
     assert "the doctor ended the run: it had stood still for 3 s" in output, output
     assert "rank 0 waits in" in output and "docs/doctor.md#it-stands-still" in output, output
 
@@ -74,7 +84,7 @@ def test_a_group_that_its_members_alone_make(tmp_path):
 both = dist.new_group([0, 1])
 dist.all_reduce(x, group=both)
 """
-    output = report(tmp_path, text, code=1)
+    output = forked(tmp_path, text, code=1)
     assert "all processes must call new_group()" in output, output
     assert f" {line(text, 'both = ')}  rank 0 waits in new_group" in output, output
 
@@ -97,21 +107,25 @@ def test_who_ended_a_wait_without_end_is_said(tmp_path):
     time.sleep(1000)
 dist.barrier()
 """
-    output = report(tmp_path, text, code=3)
+    output = forked(tmp_path, text, code=3)
     said = "the doctor ended the run: it had stood still for 24 s: see --patience"
     assert said in output and "exit code" not in output, output
     assert "hint: rank 0 is at" in output and "will the timeout be longer?" in output, output
 
 
 @pytest.mark.full
-def test_an_endless_loop_ends(tmp_path):
+def test_an_endless_loop_ends(tmp_path, monkeypatch):
+    """Here after 8 times the patience, not 40: it keeps a core busy."""
+    assert launch.BUSY == 40 > launch.IDLE == 8
+    monkeypatch.setattr(launch, "BUSY", 8)
+    monkeypatch.setattr(launch, "IDLE", 0)
     text = """if rank == 0:
     while True:
         pass
 dist.barrier()
 """
-    output = report(tmp_path, text, "--patience=1", code=3)
-    assert "it had stood still for 40 s" in output, output
+    output = forked(tmp_path, text, "--patience=1", code=3)
+    assert "it had stood still for 8 s" in output, output
 
 
 @pytest.mark.full
@@ -214,7 +228,7 @@ for step in range(3):
             model(torch.randn(4, 4)).sum()
         model.train()
 """
-    output = report(tmp_path, text, code=1)
+    output = forked(tmp_path, text, code=1)
     place = line(text, "model(torch.randn(4, 4)).sum()")
     said = f" {place}  rank 0 alone calls DDP's model here: it sends its buffers  → docs/bugs.md"
     assert f"{said}#the-wrapped-model-on-rank-0-alone\n" in output, output

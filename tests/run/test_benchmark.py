@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PYTHON, Job, run
+from conftest import PYTHON, Job, each, run
 from PIL import Image
 
 from benchmarks.loader import NAMES
@@ -55,10 +55,8 @@ def folder(work, tmp_path_factory):
     return folder
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "name", [*BENCHMARKS][:-1] + [pytest.param("strategies", marks=pytest.mark.soak)]
-)
+# The others are parts of the hour in test_gpu_hour.py.
+@pytest.mark.parametrize("name", each(BENCHMARKS, by_hand=["loader", "step", "strategies"]))
 def test_a_benchmark_writes_what_it_measured(name, folder):
     flags, expected, measured = BENCHMARKS[name]
     words = [*flags.split(), "--out", str(folder / "out")]

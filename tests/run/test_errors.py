@@ -4,12 +4,13 @@ Which mistakes there are, and what is said of them: tests/unit/test_mistakes.py.
 """
 
 import pytest
-from conftest import full
+from conftest import each
 
 from tests.launched import SCRIPTS, start
 
 
-@pytest.mark.parametrize("name", [n if n == "distributed" else full(n) for n in SCRIPTS])
+# Of one launcher, or none, there is one script: these lines are the same in all (test_diffs.py).
+@pytest.mark.parametrize("name", each(SCRIPTS, ["distributed"], ["alone", "apex", "fsdp"]))
 def test_a_mistake_is_one_line(name, work, tmp_path):
     """torchrun and horovodrun add a report of their own, and return 1."""
     repeated = name in ("distributed", "apex", "fsdp")  # torchrun does, in its last lines

@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from conftest import HOROVODRUN, PYTHON, ROOT
+from conftest import HOROVODRUN, PYTHON, ROOT, each
 
 from tests.hosts import Hosts, needs_hosts
 from tests.launched import (
@@ -27,9 +27,11 @@ from tests.launched import (
     with_pipes,
 )
 
+NAMES = ["distributed", "horovod", "multiprocessing"]
+
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["distributed", "horovod", "multiprocessing"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stopped_process_is_missed(name, work, tmp_path):
     """SIGSTOP: it holds its connections and says nothing. Horovod itself would only warn."""
     job = start(name, tmp_path / "c", work, "--dist-timeout", "10")
@@ -53,8 +55,8 @@ def test_a_run_that_waits_for_images_ends(work, tmp_path):
     assert re.search(r"rank 0 failed at epoch 1 step \d+: no progress for [45]\S* s", output)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["distributed", "horovod", "multiprocessing"])
+# Each process ends itself: the launcher sees what it sees above.
+@pytest.mark.parametrize("name", each(NAMES, by_hand=NAMES[1:]))
 def test_an_image_that_is_a_pipe_ends_the_run(name, work, tmp_path):
     """Nobody writes to it, so that a worker waits for ever, and each process for another."""
     job = start(name, tmp_path / "c", work, "--dist-timeout", "10", "--data", with_pipes(tmp_path))

@@ -56,6 +56,7 @@ def test_all_parts_at_a_small_size(work, tmp_path):
         assert expected <= found
         values = [run[figure] for run in runs]
         assert all((x["median"] if isinstance(x, dict) else x) > 0 for x in values), name
+        assert benchmark != "step" or all(run["peak_memory_mb"] for run in runs)
         key, value = SETTINGS.get(name, (None, None))
         assert results["settings"].get(key) == value
     # Each of these tests says by itself that there is no GPU; each is in one part.

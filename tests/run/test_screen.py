@@ -110,6 +110,7 @@ EPOCH += r"(new best|best \d+\.\d{{3}})  0:\d\d:\d\d"
 BAR = r"epoch [12]/\d \S* +\d+/29 \d\d:\d\d \d+ img/s loss \d\.\d{3} acc@1 \d+\.\d+"
 
 
+@pytest.mark.full
 def test_a_run_and_the_evaluation_that_it_names(terminal, tmp_path):
     """On 80 columns."""
     run = terminal([*torchrun(2), *FLAGS, "--epochs", 2])

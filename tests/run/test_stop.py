@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import ONE_THREAD, Job, full, load, rows
+from conftest import ONE_THREAD, Job, each, load, rows
 
 from tests.launched import FLAGS, SCRIPTS, SLOW, at_step, ends_as_straight, processes, start
 
@@ -15,7 +15,7 @@ SIGNALS = {
     # who gets it, which signal, and the exit code of what the user has started
     "one rank": ("distributed", "rank", signal.SIGTERM, [1]),
     "one rank of Apex": ("apex", "rank", signal.SIGUSR1, [1]),
-    "one rank of FSDP": ("fsdp", "rank", signal.SIGTERM, [1]),
+    "one rank of FSDP": ("fsdp", "rank", signal.SIGHUP, [1]),
     "one rank of Horovod": ("horovod", "rank", signal.SIGTERM, [1]),
     "one rank of mp.spawn": ("multiprocessing", "rank", signal.SIGUSR1, [75]),
     "torchrun": ("distributed", "launcher", signal.SIGTERM, [1]),
@@ -28,7 +28,12 @@ SIGNALS = {
     # Two threads of its helper wait for one process: the later one takes the exit code for 0.
     "horovodrun": ("horovod", "launcher", signal.SIGTERM, [0, 1]),
 }
-QUICK = "torchrun at the terminal"
+QUICK = ["torchrun at the terminal"]
+# What they add is seen apart: each way, signal and launcher is in one of the others, or in
+# test_slurm.py (SIGUSR1) and test_kubernetes.py (SIGTERM to torchrun). Apex's script has these
+# lines of distributed.py: test_diffs.py.
+BY_HAND = ["one rank of Apex", "one rank of mp.spawn", "torchrun", "torchrun loses its terminal"]
+BY_HAND += ["torchrun, piped into tee", "horovodrun"]
 
 
 def start_into_tee(name, folder, work):
@@ -37,7 +42,7 @@ def start_into_tee(name, folder, work):
     return Job(["bash", "-c", piped], work, ONE_THREAD | SLOW)
 
 
-@pytest.mark.parametrize("case", [case if case == QUICK else full(case) for case in SIGNALS])
+@pytest.mark.parametrize("case", each(SIGNALS, QUICK, BY_HAND))
 def test_a_signal_saves_and_stops(case, work, tmp_path):
     (name, who, number, codes), folder = SIGNALS[case], tmp_path / "c"
     piped = "tee" in case

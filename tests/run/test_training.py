@@ -16,6 +16,7 @@ from conftest import (
     ROOT,
     SMALL,
     assert_close,
+    each,
     full,
     last_result,
     load,
@@ -23,7 +24,6 @@ from conftest import (
     python,
     rows,
     run,
-    torchrun,
 )
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -31,7 +31,18 @@ from torch.utils.data import DataLoader
 from common.images import image_folders
 from common.prefetcher import Prefetcher
 from tests import nets
-from tests.launched import FLAGS, IN_ROOT, SCRIPTS, SMOOTH, WARNS, same_run, start, straight
+from tests.docs.ranks import good
+from tests.launched import (
+    FLAGS,
+    IN_ROOT,
+    SCRIPTS,
+    SMOOTH,
+    WARNS,
+    forked,
+    same_run,
+    start,
+    straight,
+)
 
 
 def test_a_script_and_its_rooms_alone_learn_the_digits(tmp_path):
@@ -69,52 +80,69 @@ def test_each_strategy_trains_the_same(name, work, tmp_path):
     same_run(tmp_path / "c", straight(name, work))
 
 
-@pytest.mark.parametrize("name", [n if n == "distributed" else full(n) for n in SCRIPTS])
+# One process resumes the run of several below; the other two have the lines of distributed.py.
+BY_HAND = ["alone", "multiprocessing", "apex"]
+
+
+@pytest.mark.parametrize("name", each(SCRIPTS, by_hand=BY_HAND))
 def test_buffers_of_any_kind_are_rank_0s(name, work, tmp_path):
     """Where they are evaluated, and in the checkpoint, which any script resumes."""
     flags = ["--arch", "tests.nets:odd_buffers", "--max-steps"]
-    start(name, tmp_path / "c", work, *flags, 6, env={}).finish()
+    if name == "fsdp":
+        forked(name, tmp_path / "c", work, *flags, 6)
+    else:
+        start(name, tmp_path / "c", work, *flags, 6, env={}).finish()
     saved = load(tmp_path / "c")["state_dict"]
     assert saved["0.nothing"].isnan().all() and saved["0.empty"].numel() == 0
     ones = {key for key in saved if saved[key].numel() and (saved[key] == 1).all()}
     assert len(ones) == 14 and {"0.strided", "0.expanded", "0.of_uint16", "0.of_bool"} <= ones
-    flags = [*flags, 8, "--resume", "auto"]
-    assert "at epoch 1 step 6" in start("alone", tmp_path / "c", work, *flags, env={}).finish()
+    if name == "distributed":  # they are the same in each
+        flags = [*flags, 8, "--resume", "auto"]
+        assert "at epoch 1 step 6" in forked("alone", tmp_path / "c", work, *flags)
 
 
-@pytest.mark.parametrize("name", ["distributed", full("fsdp"), full("horovod")])
+# They are there before the strategy begins; Horovod's takes longest to start.
+@pytest.mark.parametrize(
+    "name", each(["distributed", "fsdp", "horovod"], ["distributed"], ["horovod"])
+)
 def test_weights_of_another_program(name, work, tmp_path):
     """They are evaluated as they were; then trained on. A resume needs the file no more."""
     one = straight("alone", work)
     state = {f"module.{key}": x for key, x in load(one)["state_dict"].items()}
     torch.save({"epoch": 7, "state_dict": state, "optimizer": {}}, tmp_path / "w.pth")
     flags = ["--pretrained", tmp_path / "w.pth"]
-    output = start(name, tmp_path / "c", work, *flags, "--evaluate", env={}).finish()
+
+    if name == "horovod":
+        output = start(name, tmp_path / "c", work, *flags, "--evaluate", env={}).finish()
+    else:
+        output = forked(name, tmp_path / "c", work, *flags, "--evaluate")
     told = f"weights of {tmp_path}/w.pth (state_dict): 9 tensors below module.\n"
     output = output.replace("[0]<stdout>:", "")
     assert told in output and output.count("tensors below") == 1
     last = rows(one)[-1]
     right = [last[key] for key in ("val_loss", "acc1", "acc5")]
     assert last_result(output) == pytest.approx(right, abs=1.01e-3)
-    start(name, tmp_path / "c", work, *flags, "--max-steps", 1, "--lr", 0, env={}).finish()
+    if name == "horovod":
+        return
+    forked(name, tmp_path / "c", work, *flags, "--max-steps", 1, "--lr", 0)
     trained = load(tmp_path / "c")["state_dict"]
     assert all(trained[key].equal(state[f"module.{key}"]) for key in trained if "weight" in key)
     (tmp_path / "w.pth").unlink()
     more = ["--max-steps", 2, "--resume", "auto"]
-    assert "step 1" in start(name, tmp_path / "c", work, *flags, *more, env={}).finish()
+    assert "step 1" in forked(name, tmp_path / "c", work, *flags, *more)
 
 
 ALIKE = {
-    "three": torchrun(3),
-    "compiled": [*torchrun(2), "--compile"],
-    "FSDP, compiled": [*torchrun(2, "fsdp_distributed.py"), "--compile"],
+    "three": ([ROOT / "distributed.py"], 3),
+    "compiled": ([ROOT / "distributed.py", "--compile"], 2),
+    "FSDP, compiled": ([ROOT / "fsdp_distributed.py", "--compile"], 2),
 }
 
 
 @pytest.mark.parametrize("case", ["three", full("compiled"), full("FSDP, compiled")])
 def test_trains_as_one_process_but_for_rounding(case, work, tmp_path):
-    command = [*ALIKE[case], *FLAGS, *SMOOTH, "--checkpoint-dir", tmp_path / "c"]
-    run(command, work, timeout=300, env=ONE_THREAD)
+    command, ranks = ALIKE[case]
+    good(*command, *FLAGS, *SMOOTH, "--checkpoint-dir", tmp_path / "c", ranks=ranks, cwd=work)
     one = straight("alone", work, *SMOOTH)
     assert_close(load(tmp_path / "c"), load(one), atol=1e-4, rtol=1e-3)
     losses = [row["train_loss"] for row in rows(tmp_path / "c")]
@@ -123,13 +151,13 @@ def test_trains_as_one_process_but_for_rounding(case, work, tmp_path):
 
 @pytest.fixture(scope="module")
 def odd_digits(work):
-    """53 and 3 images to validate, some classes without any: {count: (flags, the right result)}."""
+    """53 images and one to validate, some classes without: {count: (flags, the right result)}."""
     checkpoint = straight("alone", work) / "checkpoint.pth"
     net = nets.normed(10).eval()
     net.load_state_dict(load(checkpoint.parent)["state_dict"])
     files = sorted((work / "data/digits/val").glob("*/*.png"), key=lambda path: path.name)
     found = {}
-    for count in (53, 3):
+    for count in (53, 1):
         root = work / f"odd{count}"
         for digit in range(10):
             (root / "val" / str(digit)).mkdir(parents=True)
@@ -158,28 +186,35 @@ def told(model, images):
 torch.nn.DataParallel.forward = told
 dataparallel.main()
 """
+UNLIKE = ["-b", "26"]  # 27 and 26 images in batches of 13: three batches and two
 EVALUATIONS = {
-    "three": (53, torchrun(3)),
+    "three": (53, 3),  # processes
     "dataparallel": (53, [PYTHON, "-c", ASKED]),
-    "few": (3, torchrun(4)),  # one process has no image
-    "horovod": (53, [*HOROVODRUN[:2], 4, PYTHON, ROOT / "horovod_distributed.py"]),
+    "few": (1, 2),  # one process has no image
     # A process with a batch less takes part in all that gathers the parts.
-    "fsdp, few": (3, torchrun(4, "fsdp_distributed.py")),
-    "fsdp, compiled": (53, [*torchrun(2, "fsdp_distributed.py"), "--compile", "-b", "26"]),
+    "horovod": (53, [*HOROVODRUN, ROOT / "horovod_distributed.py", *UNLIKE]),
+    "fsdp, few": (1, 2),
+    "fsdp, compiled": (53, 2),
 }
 
 
 @pytest.mark.parametrize(
     "case", [c if c in ("three", "dataparallel") else full(c) for c in EVALUATIONS]
 )
-def test_evaluation_is_exact(case, odd_digits, work):
+def test_evaluation_is_exact(case, odd_digits, work, tmp_path):
     """By the checkpoint's model and image size, which need not be told again."""
     if case == "horovod":
         needs_horovod()
     count, command = EVALUATIONS[case]
     flags, right = odd_digits[count]
     before = sorted(work.rglob("*"))
-    output = run([*command, "-b", "24", *flags], work, env=IN_ROOT).replace("[0]<stdout>:", "")
+    if isinstance(command, int):
+        script = "fsdp_distributed.py" if "fsdp" in case else "distributed.py"
+        more = ["--compile", *UNLIKE] if "compiled" in case else ["-b", "24"]
+        output = good(ROOT / script, *more, *flags, ranks=command, cwd=tmp_path)
+    else:
+        size = [] if "-b" in command else ["-b", "24"]
+        output = run([*command, *size, *flags], work, env=IN_ROOT).replace("[0]<stdout>:", "")
     assert last_result(output) == pytest.approx(right, abs=1.01e-4)
     assert sorted(work.rglob("*")) == before  # it writes nothing
     if case == "dataparallel":
@@ -221,7 +256,7 @@ def test_a_step_waits_for_nothing_but_its_gradients(work, tmp_path):
     (tmp_path / "data").symlink_to(work / "data")
     flags = "--max-steps 31 --print-freq 100 -j 1".split()
     (tmp_path / "count.py").write_text(COUNTER)
-    run([*torchrun(2, tmp_path / "count.py"), *SMALL, *flags], tmp_path, env=IN_ROOT)
+    good(tmp_path / "count.py", *SMALL, *flags, ranks=2)
     steps, calls, orders = json.loads((tmp_path / "counted.json").read_text())
     assert len(steps) == 31 and all(step == steps[0] for step in steps[:29])
     assert calls["all_reduce"] == 5  # same checkpoint everywhere; twice the print, the validation
