@@ -22,23 +22,19 @@ ROOT = Path(__file__).resolve().parent
 FOLDER = ROOT / "minimal/template"
 WIDTH = 100  # of a line
 # The recipes of each full script, in the order in which they are applied.
-TASKS = ["text", "segmentation"]
 TAKES = {
     "distributed.py": """accumulate clip adamw ema mixup_cutmix randaugment finetune weighted
         archives bad_images activation_checkpointing f1 early_stopping wandb tensorboard predictions
         same_bits profile""".split()
-    + TASKS
 }
-TAKES["distributed_slurm_main.py"] = [x for x in TAKES["distributed.py"] if x not in TASKS]
-TAKES["multiprocessing_distributed.py"] = [
-    name for name in TAKES["distributed_slurm_main.py"] if name != "ema"
-]
+TAKES["distributed_slurm_main.py"] = TAKES["distributed.py"]
+TAKES["multiprocessing_distributed.py"] = [n for n in TAKES["distributed.py"] if n != "ema"]
 TAKES |= {
     "apex_distributed.py": """mixup_cutmix randaugment weighted archives bad_images
         activation_checkpointing f1 early_stopping wandb tensorboard predictions""".split(),
     "dataparallel.py": "clip adamw mixup_cutmix archives bad_images wandb tensorboard".split(),
     "horovod_distributed.py": "adamw bad_images early_stopping wandb tensorboard".split(),
-    "fsdp_distributed.py": "clip adamw archives early_stopping transformer".split(),
+    "fsdp_distributed.py": "clip adamw archives early_stopping".split(),
 }
 HOW = {"starts": "the first word", "features": "--with", "data": "--data"}
 

@@ -22,7 +22,7 @@ from longrun.model import build_model
 from longrun.report import Report
 from longrun.signals import StopRequest
 from longrun.watch import Watch
-from longrun.weights import load_weights
+from longrun.weights import load_pretrained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The defaults of flags are ImageNet's. Without --data, these suit the built-in digits.
@@ -89,8 +89,8 @@ def main():
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image
         # Where training begins or goes on: an error if the checkpoint is of another task.
-        place = checkpoints.starting_point(train_set, train_sampler.steps_per_epoch)
-        report = Report(place, rank, args)
+        progress = checkpoints.find_progress(train_set, train_sampler.steps_per_epoch)
+        report = Report(progress, rank, args)
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
             train_set, train_sampler, local_batch_size, args.workers, device, seed=args.seed
@@ -102,11 +102,11 @@ def main():
         # An example of what the model takes, to try it: two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
-        load_weights(net, checkpoints)  # those of --pretrained, if the run is new
+        load_pretrained(net, checkpoints)  # those of --pretrained, if the run is new
 
     # From here on, an error ends this process with a line that names its epoch and step. So does
     # what takes more than --dist-timeout after watch.beat().
-    watch = Watch(rank, place, args.dist_timeout)
+    watch = Watch(rank, progress, args.dist_timeout)
     # Prefetchers bring batches to the device. Images are uint8 RGB until then: they normalise them.
     train_batches = Prefetcher(train_loader, device)
     val_batches = Prefetcher(val_loader, device)
@@ -142,21 +142,21 @@ def main():
 
     # The epochs that are left, none with --evaluate, and a range of the steps to do in each.
     # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
-    for epoch, steps in place.remaining():
+    for epoch, steps in progress.remaining():
         train_sampler.set_epoch(epoch, steps)  # a new order
         speed, stopped = train(
             train_batches, model, checkpoints, report, stop, watch, rank, world_size
         )
-        if place.step < steps.stop:
+        if progress.step < steps.stop:
             break  # stopped by a signal, and saved
 
         val_loss, acc1, acc5 = validate(val_batches, model, watch, rank, world_size, args)
-        place.end_epoch()  # to stop early: place.end()
-        is_best = place.take_score(acc1)
+        progress.end_epoch()  # to stop early: progress.end()
+        is_best = progress.record_score(acc1)
         if rank == 0:
             row = {
-                "epoch": place.epoch,  # epochs completed
-                "step": place.step,  # 0, unless --max-steps has cut this epoch
+                "epoch": progress.epoch,  # epochs completed
+                "step": progress.step,  # 0, unless --max-steps has cut this epoch
                 "train_loss": meters["loss"].avg,
                 "val_loss": val_loss,
                 "acc1": acc1,
@@ -174,22 +174,22 @@ def main():
         report.print_end()  # how it goes on, or the best and how to evaluate it
     stop.ignore()  # a signal from here on could only hide the exit code
     # 75 is EX_TEMPFAIL: the run was stopped and saved, and can be started again.
-    return 0 if place.finished() else 75
+    return 0 if progress.finished() else 75
 
 
 def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
-    """Train an epoch from place.step on, to its end or until a signal stops it.
+    """Train an epoch from progress.step on, to its end or until a signal stops it.
 
     Returns how fast it was, a dict for metrics.jsonl, {} where no step was left; and whether all
     processes are to stop.
     """
-    args, place, meters = checkpoints.args, checkpoints.place, checkpoints.meters
+    args, progress, meters = checkpoints.args, checkpoints.progress, checkpoints.meters
     device, optimizer, scaler = batches.device, checkpoints.optimizer, checkpoints.scaler
-    if place.step == 0:
+    if progress.step == 0:
         for meter in meters.values():
             meter.reset()  # those of a resumed epoch go on
-    counted = place.step  # the meters have counted the steps up to here
-    end = place.step + len(batches)
+    counted = progress.step  # the meters have counted the steps up to here
+    end = progress.step + len(batches)
     report.start_epoch(end)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, acc@1 and acc@5
     stopped = False
@@ -197,8 +197,8 @@ def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
     watch.beat()
     for images, target in batches:
         watch.beat()
-        seed_step(args.seed, place.epoch, place.step, rank)  # dropout is the same after a resume
-        lr = learning_rate(args, place.epoch + place.step / place.steps_per_epoch)
+        seed_step(args.seed, progress.epoch, progress.step, rank)  # dropout is the same if resumed
+        lr = learning_rate(args, progress.epoch + progress.step / progress.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("scale", 1)  # a group with "scale": 0.1 learns slower
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -210,25 +210,25 @@ def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
         scaler.step(optimizer)
         scaler.update()
 
-        place.step += 1
+        progress.step += 1
         acc1, acc5 = accuracy(output, target)
         # float64 adds float32 numbers without rounding: a resumed run has the same averages.
         sums += torch.stack([loss.detach(), acc1, acc5]).float()
-        at_end = place.step == end
+        at_end = progress.step == end
         # A complete epoch is saved before its validation, so a crash there loses only that.
         # One that --max-steps cuts is saved after its validation.
-        complete = place.step == place.steps_per_epoch
-        due = args.checkpoint_freq > 0 and place.step % args.checkpoint_freq == 0
+        complete = progress.step == progress.steps_per_epoch
+        due = args.checkpoint_freq > 0 and progress.step % args.checkpoint_freq == 0
         save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPUs.
-        if save_now or at_end or place.step % args.print_freq == 0:
+        if save_now or at_end or progress.step % args.print_freq == 0:
             loss_sum, acc1_sum, acc5_sum = sums.tolist()
             sums.zero_()
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(f"the loss is {loss_sum}")
             for meter, total in zip(meters.values(), [loss_sum, acc1_sum, acc5_sum], strict=True):
-                meter.add(total, place.step - counted)
-            counted = place.step
+                meter.add(total, progress.step - counted)
+            counted = progress.step
             stopped = stop.requested.is_set()
             if rank == 0:
                 report.print_step(meters, optimizer.param_groups[0]["lr"])

@@ -30,7 +30,7 @@ from longrun.signals import StopRequest
 from longrun.slurm import SrunTask
 from longrun.spawn import run_child, supervise
 from longrun.watch import Watch
-from longrun.weights import load_weights
+from longrun.weights import load_pretrained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The defaults of flags are ImageNet's. Without --data, these suit the built-in digits.
@@ -100,8 +100,8 @@ def main(index, task):
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         # Where training begins or goes on: an error if the checkpoint is of another task.
-        place = checkpoints.starting_point(train_set, train_sampler.steps_per_epoch)
-        report = Report(place, rank, args)
+        progress = checkpoints.find_progress(train_set, train_sampler.steps_per_epoch)
+        report = Report(progress, rank, args)
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
             train_set, train_sampler, local_batch_size, args.workers, device, seed=args.seed
@@ -113,11 +113,11 @@ def main(index, task):
         # An example of what the model takes, to try it: two images, for BatchNorm needs two.
         example = torch.zeros(min(2, local_batch_size), 3, args.image_size, args.image_size)
         net = build_model(args, len(train_set.classes), device, example)
-        load_weights(net, checkpoints)  # those of --pretrained, if the run is new
+        load_pretrained(net, checkpoints)  # those of --pretrained, if the run is new
 
     # From here on, an error ends this process with a line that names its rank, epoch and step. So
     # does what takes more than --dist-timeout after watch.beat().
-    watch = Watch(rank, place, args.dist_timeout)
+    watch = Watch(rank, progress, args.dist_timeout)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     watch.beat()
     store = task.open_store(args.dist_timeout)  # where all processes meet
@@ -155,7 +155,7 @@ def main(index, task):
         # What checkpoints hold. All with a state_dict() can be added: scheduler=scheduler.
         checkpoints.attach(net, optimizer, scaler, meters)
         checkpoints.restore()  # if there is one to resume from, it fills them
-        checkpoints.check_same(train_set, val_set, device, reduce_mean)  # nodes may differ
+        checkpoints.check_ranks_agree(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
             checkpoints.tidy_folder()  # removes half files of a killed run, and later rows
     if rank == 0:
@@ -166,12 +166,12 @@ def main(index, task):
 
     # The epochs that are left, none with --evaluate, and a range of the steps to do in each.
     # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
-    for epoch, steps in place.remaining():
+    for epoch, steps in progress.remaining():
         train_sampler.set_epoch(epoch, steps)  # a new order
         speed, stopped = train(
             train_batches, model, checkpoints, report, stop, watch, rank, world_size
         )
-        if place.step < steps.stop:
+        if progress.step < steps.stop:
             break  # stopped by a signal, and saved
 
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
@@ -181,12 +181,12 @@ def main(index, task):
             dist.broadcast(data.view(torch.uint8), src=0)  # sends int16: bytes are always right
             buffer.copy_(data.view_as(buffer))
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)
-        place.end_epoch()  # on all ranks. To stop early all call place.end() here
-        is_best = place.take_score(acc1)
+        progress.end_epoch()  # on all ranks. To stop early all call progress.end() here
+        is_best = progress.record_score(acc1)
         if rank == 0:
             row = {
-                "epoch": place.epoch,  # epochs completed
-                "step": place.step,  # 0, unless --max-steps has cut this epoch
+                "epoch": progress.epoch,  # epochs completed
+                "step": progress.step,  # 0, unless --max-steps has cut this epoch
                 "train_loss": meters["loss"].avg,
                 "val_loss": val_loss,
                 "acc1": acc1,
@@ -209,22 +209,22 @@ def main(index, task):
     dist.barrier()
     dist.destroy_process_group()
     # 75 is EX_TEMPFAIL: the run was stopped and saved, and can be started again.
-    return 0 if place.finished() else 75
+    return 0 if progress.finished() else 75
 
 
 def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
-    """Train an epoch from place.step on, to its end or until a signal stops it.
+    """Train an epoch from progress.step on, to its end or until a signal stops it.
 
     Returns how fast it was, a dict for metrics.jsonl, {} where no step was left; and whether all
     processes are to stop.
     """
-    args, place, meters = checkpoints.args, checkpoints.place, checkpoints.meters
+    args, progress, meters = checkpoints.args, checkpoints.progress, checkpoints.meters
     device, optimizer, scaler = batches.device, checkpoints.optimizer, checkpoints.scaler
-    if place.step == 0:
+    if progress.step == 0:
         for meter in meters.values():
             meter.reset()  # those of a resumed epoch go on
-    counted = place.step  # the meters have counted the steps up to here
-    end = place.step + len(batches)
+    counted = progress.step  # the meters have counted the steps up to here
+    end = progress.step + len(batches)
     report.start_epoch(end)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, acc@1 and acc@5
     stopped = False
@@ -232,8 +232,8 @@ def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
     watch.beat()
     for images, target in batches:
         watch.beat()
-        seed_step(args.seed, place.epoch, place.step, rank)  # dropout is the same after a resume
-        lr = learning_rate(args, place.epoch + place.step / place.steps_per_epoch)
+        seed_step(args.seed, progress.epoch, progress.step, rank)  # dropout is the same if resumed
+        lr = learning_rate(args, progress.epoch + progress.step / progress.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("scale", 1)  # a group with "scale": 0.1 learns slower
         with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
@@ -245,18 +245,18 @@ def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
         scaler.step(optimizer)
         scaler.update()
 
-        place.step += 1
+        progress.step += 1
         acc1, acc5 = accuracy(output, target)
         # float64 adds float32 numbers without rounding: a resumed run has the same averages.
         sums += torch.stack([loss.detach(), acc1, acc5]).float()
-        at_end = place.step == end
+        at_end = progress.step == end
         # A complete epoch is saved before its validation, so a crash there loses only that.
         # One that --max-steps cuts is saved after its validation.
-        complete = place.step == place.steps_per_epoch
-        due = args.checkpoint_freq > 0 and place.step % args.checkpoint_freq == 0
+        complete = progress.step == progress.steps_per_epoch
+        due = args.checkpoint_freq > 0 and progress.step % args.checkpoint_freq == 0
         save_now = complete or (due and not at_end)
         # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
-        if save_now or at_end or place.step % args.print_freq == 0:
+        if save_now or at_end or progress.step % args.print_freq == 0:
             # Of the weights, which are to be the same in all processes.
             checksum = checkpoints.checksum() if save_now or at_end else 0
             more = sums.new_tensor([stop.requested.is_set(), checksum, checksum**2])
@@ -268,8 +268,8 @@ def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
             if round(square - checksum**2) > 0:  # it varies, as after layers were unfrozen
                 raise RuntimeError("the processes have different weights: each trained its own")
             for meter, total in zip(meters.values(), [loss_sum, acc1_sum, acc5_sum], strict=True):
-                meter.add(total, place.step - counted)
-            counted = place.step
+                meter.add(total, progress.step - counted)
+            counted = progress.step
             stopped = asked > 0  # one process that was asked to stop is enough
             if rank == 0:
                 report.print_step(meters, optimizer.param_groups[0]["lr"])

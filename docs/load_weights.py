@@ -1,4 +1,4 @@
-"""Weights from a file of another program, for a minimal script: to copy from recipes_minimal.md."""
+"""Weights from a file of another program, for a minimal script: to copy from full.md."""
 
 import re
 

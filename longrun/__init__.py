@@ -5,7 +5,7 @@ messages    what a process says: lines, and the one line on an error that a user
 device      which GPU, and how many CPU cores, a process uses
 model       the model that --arch names
 weights     those that it starts from: torchvision's, or a file's
-place       where training stands: epochs and steps, counted
+progress    how far training has come: epochs and steps, counted
 checkpoint  what a run saves, and goes on from: found, compared, restored, written
 files       files that are whole or not there; the lines of metrics.jsonl
 locks       locks on files, which a process holds until it ends

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .files import append_line, cut_lines, json_line, whole_file
 from .locks import lock_folder
 from .messages import first_line
-from .place import Place
+from .progress import Progress
 
 NEWEST, PREVIOUS, BEST = "checkpoint.pth", "checkpoint.prev.pth", "model_best.pth"
 METRICS = "metrics.jsonl"
@@ -65,8 +65,8 @@ class Checkpoints:
     def file(self, name):
         return os.path.join(self.folder, name)
 
-    def starting_point(self, train_set, steps_per_epoch):
-        """The Place where training begins or goes on; with args.evaluate it has ended there.
+    def find_progress(self, train_set, steps_per_epoch):
+        """The Progress from which training goes on; with args.evaluate it has ended there.
 
         train_set: a data set with a list `classes`. Raises ValueError for fewer images than one
         step takes, and for a checkpoint of another model, of other classes or, in the middle of an
@@ -82,11 +82,11 @@ class Checkpoints:
         self.saved_args = json.loads(json.dumps(known, default=str))
         self.resumed_args = self.checkpoint["args"] if self.checkpoint else {}
         total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-        self.place = Place(steps_per_epoch, total_steps, ended=args.evaluate)
+        self.progress = Progress(steps_per_epoch, total_steps, ended=args.evaluate)
         if self.checkpoint:
             self._compare_task()
-            self._set_place()
-        return self.place
+            self._go_on()
+        return self.progress
 
     def _compare_task(self):
         saved, now = self.checkpoint, self.saved_args
@@ -97,13 +97,13 @@ class Checkpoints:
             for key in ("batch_size", "seed", "images"):
                 self._compare(f"half an epoch of {key}", saved["args"][key], now[key])
 
-    def _set_place(self):
-        saved, place, args = self.checkpoint, self.place, self.args
-        place.epoch, place.step = saved["epoch"], saved["step"]
+    def _go_on(self):
+        saved, progress, args = self.checkpoint, self.progress, self.args
+        progress.epoch, progress.step = saved["epoch"], saved["step"]
         if self.goes_on:  # else the first validation makes the new folder's model_best.pth
-            place.best_acc1, place.best_epoch = saved["best_acc1"], saved["best_epoch"]
+            progress.best_acc1, progress.best_epoch = saved["best_acc1"], saved["best_epoch"]
             # An early end is final, unless more epochs are asked for.
-            place.ended |= saved["ended"] and args.epochs <= saved["args"]["epochs"]
+            progress.ended |= saved["ended"] and args.epochs <= saved["args"]["epochs"]
 
     def _compare(self, what, before, now):
         if before != now:
@@ -148,9 +148,7 @@ class Checkpoints:
         self._load("the optimizer", self.optimizer, saved["optimizer"])
         if not any(isinstance(part, LRScheduler) for part in self.more.values()):
             # Where only the validation is left, no step sets a rate: it stays the last one's.
-            kept = (
-                ("params", "lr") if self.place.step == self.place.steps_per_epoch else ("params",)
-            )
+            kept = ("params", "lr") if self.progress.lacks_validation() else ("params",)
             for group, now in zip(self.optimizer.param_groups, settings, strict=True):
                 group |= now | {key: group[key] for key in kept}
         if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
@@ -170,13 +168,13 @@ class Checkpoints:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise ValueError(f"{self.path} does not fit {name}: {reason}") from None
 
-    def check_same(self, train_set, val_set, device, reduce_mean):
-        """Raise ValueError unless all processes go on from one place and have the same images.
+    def check_ranks_agree(self, train_set, val_set, device, reduce_mean):
+        """Raise ValueError unless all processes go on from one step and have the same images.
 
         Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
         """
         mine = {
-            "number of steps done": number_of(self.place.global_step()),
+            "number of steps done": small_hash(self.progress.global_step()),
             "list of images and classes in train/": fingerprint(train_set),
             "list of images and classes in val/": fingerprint(val_set),
         }
@@ -195,7 +193,7 @@ class Checkpoints:
             os.remove(self.file(name))
         if self.damaged and os.path.exists(self.file(NEWEST)):
             os.replace(self.file(NEWEST), self.file(f"checkpoint.damaged-{time.time_ns()}.pth"))
-        cut_lines(self.file(METRICS), self.place.epoch, self.place.step)
+        cut_lines(self.file(METRICS), self.progress.epoch, self.progress.step)
 
     def checksum(self):
         """A number for all bits of the weights: below SMALL, so that sums of its square are exact.
@@ -206,7 +204,7 @@ class Checkpoints:
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         weights = [torch.view_as_real(x) if x.is_complex() else x for x in self.net.parameters()]
         bits = [x.detach().view(whole[x.element_size()]) for x in weights]
-        return number_of(int(sum(x.sum(dtype=torch.int64) for x in bits)))
+        return small_hash(int(sum(x.sum(dtype=torch.int64) for x in bits)))
 
     def save(self, row=None, is_best=False):
         """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.
@@ -223,12 +221,12 @@ class Checkpoints:
             raise FloatingPointError(f"{bad[0]} holds NaN or infinity, so nothing was saved")
         line = json_line(row) if row else ""  # an error in it comes before anything changes
         state = {
-            "epoch": self.place.epoch,
-            "step": self.place.step,
-            "ended": self.place.ended,
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "ended": self.progress.ended,
             "arch": self.args.arch,
-            "best_acc1": self.place.best_acc1,
-            "best_epoch": self.place.best_epoch,
+            "best_acc1": self.progress.best_acc1,
+            "best_epoch": self.progress.best_epoch,
             "state_dict": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_type": self._optimizer_type(),
@@ -315,9 +313,9 @@ def check_whole(file):
 def fingerprint(dataset):
     """A number that changes with the classes, the files and the length of a data set."""
     lists = (list(getattr(dataset, name, [])) for name in ("classes", "paths"))
-    return number_of([len(dataset), *lists])
+    return small_hash([len(dataset), *lists])
 
 
-def number_of(known):
+def small_hash(known):
     """A number below SMALL. Of things that differ a little the numbers differ by much."""
     return zlib.crc32(repr(known).encode()) % SMALL

@@ -21,23 +21,23 @@ MAY_CHANGE = {"resume", "evaluate", "workers", "images"}  # without a word, from
 class Report:
     """What a run prints: the banner, how its epochs go, what came out of each, and the end.
 
-    place: a Place, which it reads and does not change. Where it is said, call it on rank 0 alone.
+    progress: a Progress: read, never changed. Where it is said, call it on rank 0 alone.
     """
 
-    def __init__(self, place, rank, args):
-        self.place, self.rank, self.args = place, rank, args
+    def __init__(self, progress, rank, args):
+        self.progress, self.rank, self.args = progress, rank, args
         self.began, self.started = time.perf_counter(), None  # the run; its last epoch
-        self.first = self.end = place.step  # of the epoch: the step before its first, and its last
+        self.first = self.end = progress.step  # of the epoch: before its first step, its last
         self.bar = None
 
     def print_banner(self, checkpoints, train_set, val_set, backend, device):
         """Rank 0: say what is about to happen, before it does. checkpoints: attached, restored."""
-        args, place, batch_size = self.args, self.place, self.args.batch_size
+        args, progress, batch_size = self.args, self.progress, self.args.batch_size
         world_size = checkpoints.world_size
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         decoder = getattr(train_set, "decoder", "")
         # A group may have a "scale". Where only the validation is left the last step has used it.
-        scaled = place.step < place.steps_per_epoch
+        scaled = not progress.lacks_validation()
         groups = checkpoints.optimizer.param_groups
         rates = [group["lr"] * (group.get("scale", 1) if scaled else 1) for group in groups]
         rate = ", ".join([*dict.fromkeys(f"{rate:.4g}" for rate in rates)][:4])  # each once
@@ -62,24 +62,25 @@ class Report:
                 lines.append(f"warning: {only_rises}")
         lines += checkpoints.damaged
         if checkpoints.path:
-            lines.append(f"resumed from {checkpoints.path} at {place}")
+            lines.append(f"resumed from {checkpoints.path} at {progress}")
         elif args.evaluate or args.resume:
             lines.append("no checkpoint was read")
         before, now = checkpoints.resumed_args, checkpoints.saved_args
         for name in sorted(before.keys() & now.keys() - MAY_CHANGE):
             if before[name] != now[name]:
                 lines.append(f"  changed: {name} {before[name]} -> {now[name]}")
-        if not args.evaluate and place.finished():
-            done = f"{place.global_step()} of {place.total_steps} steps are done"
-            lines.append(f"nothing left to train: {done}{', and it was ended early' * place.ended}")
+        if not args.evaluate and progress.finished():
+            done = f"{progress.global_step()} of {progress.total_steps} steps are done"
+            early = ", and it was ended early" if progress.ended else ""
+            lines.append(f"nothing left to train: {done}{early}")
         tell(*lines)
 
     def start_epoch(self, end):
         """From here on steps are timed, up to step `end`; at a terminal a bar shows them."""
-        self.first, self.end, self.started = self.place.step, end, time.perf_counter()
+        self.first, self.end, self.started = self.progress.step, end, time.perf_counter()
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
-        self.title = f"epoch {self.place.epoch + 1}/{self.args.epochs}"
+        self.title = f"epoch {self.progress.epoch + 1}/{self.args.epochs}"
         terminal = sys.stdout and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         if self.rank == 0 and self.first < end and terminal:
             how = {"bar_format": BAR, "leave": False, "file": sys.stdout, "dynamic_ncols": True}
@@ -87,7 +88,7 @@ class Report:
 
     def speed(self):
         """Images per second of all processes in this epoch."""
-        images = (self.place.step - self.first) * self.args.batch_size
+        images = (self.progress.step - self.first) * self.args.batch_size
         return images / (time.perf_counter() - self.started)
 
     def print_step(self, meters, lr):
@@ -97,12 +98,12 @@ class Report:
         """
         speed = f"{self.speed():.0f} img/s"
         if self.bar is None:
-            place = f"{self.title} [{self.place.step}/{self.end}]"
-            tell("  ".join([place, speed, *map(str, meters.values()), f"lr {lr:.4g}"]))
+            where = f"{self.title} [{self.progress.step}/{self.end}]"
+            tell("  ".join([where, speed, *map(str, meters.values()), f"lr {lr:.4g}"]))
         else:
             means = [f"{meter.name} {meter.avg:.3f}" for meter in [*meters.values()][:2]]
             self.bar.bar_format = " ".join([BAR, speed, *means])
-            self.bar.update(self.place.step - self.bar.n)
+            self.bar.update(self.progress.step - self.bar.n)
 
     def end_steps(self, waited):
         """The epoch's steps are done: returns how fast, for metrics.jsonl, {} where there was none.
@@ -112,7 +113,7 @@ class Report:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        if self.place.step == self.first:
+        if self.progress.step == self.first:
             return {}
         seconds = time.perf_counter() - self.started
         speed = {"images_per_second": self.speed(), "data_time": waited / seconds}
@@ -123,19 +124,19 @@ class Report:
 
         row: as in metrics.jsonl; shown are the scores that it holds, whatever their names.
         """
-        place = self.place
-        title = f"epoch {place.epoch + (place.step > 0)}/{self.args.epochs}"
-        if place.step:
-            title += f" step {place.step}"  # --max-steps has cut it
+        progress = self.progress
+        title = f"epoch {progress.epoch + (progress.step > 0)}/{self.args.epochs}"
+        if progress.step:
+            title += f" step {progress.step}"  # --max-steps has cut it
         scores = [
             f"{NAMES.get(key, key)} {value:.{4 if 'loss' in key else 3}f}"
             for key, value in row.items()
             if key not in NO_SCORES and isinstance(value, (int, float))
         ]
         seconds, steps = time.perf_counter() - self.started, self.end - self.first
-        ends = ["new best" if is_best else f"best {place.best_acc1:.3f}", duration(seconds)]
-        if steps and not place.finished():  # else a resume has only validated
-            left = seconds / steps * (place.total_steps - place.global_step())
+        ends = ["new best" if is_best else f"best {progress.best_acc1:.3f}", duration(seconds)]
+        if steps and not progress.finished():  # else a resume has only validated
+            left = seconds / steps * (progress.total_steps - progress.global_step())
             ends.append(f"{duration(left)} left")
         if torch.cuda.is_initialized():
             ends.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
@@ -143,21 +144,22 @@ class Report:
 
     def print_end(self):
         """Rank 0, when it trains no more: how a stopped run goes on, or what came out."""
-        place = self.place
-        if not place.finished():
-            where = f"stopped at {place}, saved: --resume auto goes on"
+        progress = self.progress
+        if not progress.finished():
+            where = f"stopped at {progress}, saved: --resume auto goes on"
             tell(where)
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 tell("torchrun reports every stop as below: that is no error")
                 tell_torchrun(where)
             return
         if self.started:
-            early = f", after {place.epoch} of {self.args.epochs} epochs" if place.ended else ""
+            epochs = f", after {progress.epoch} of {self.args.epochs} epochs"
+            early = epochs if progress.ended else ""
             tell(f"done in {duration(time.perf_counter() - self.began)}{early}")
         path = os.path.join(self.args.checkpoint_dir, "model_best.pth")
-        if math.isfinite(place.best_acc1) and os.path.exists(path):
+        if math.isfinite(progress.best_acc1) and os.path.exists(path):
             tell(
-                f"best: {place.best_acc1:.3f} in epoch {place.best_epoch}, saved as {path}",
+                f"best: {progress.best_acc1:.3f} in epoch {progress.best_epoch}, saved as {path}",
                 f"to evaluate it, add to the command: --evaluate --resume {path}",
             )
 

@@ -26,11 +26,11 @@ class Watch:
     os._exit(): an orderly exit could hang, because loader workers ignore SIGTERM, and to destroy
     the process group is to wait for the other processes.
 
-    place: what str() makes a text of that says where it is, such as "epoch 3 step 40".
+    progress: what str() makes a text of that says where it is, such as "epoch 3 step 40".
     """
 
-    def __init__(self, rank, place, seconds):
-        self.rank, self.place = rank, place
+    def __init__(self, rank, progress, seconds):
+        self.rank, self.progress = rank, progress
         self.seconds = seconds + (60 if torch.cuda.is_available() else 0)
         self.since = math.inf  # the time of the last beat()
         self.armed = -math.inf  # when the thread in C was started
@@ -67,7 +67,7 @@ class Watch:
         if kind is FloatingPointError and not reason.startswith("Caught "):
             # Once one process has exited the launcher may end all: rank 0 speaks first.
             time.sleep(10 if self.rank > 0 else 0)
-            say(f"error: {reason} ({self.place}): a lower --lr may help")
+            say(f"error: {reason} ({self.progress}): a lower --lr may help")
             os._exit(2)
         if reason.startswith("Caught "):  # in a loader's worker: below its stack, which is indented
             below = str(error).rpartition("Traceback (most recent call last):\n")[2].splitlines()
@@ -82,5 +82,5 @@ class Watch:
 
     def _end(self, trace, reason):
         self.ending.acquire()  # the main thread and the watching one may come at the same time
-        say(f"rank {self.rank} failed at {self.place}: {reason}", "".join(trace))
+        say(f"rank {self.rank} failed at {self.progress}: {reason}", "".join(trace))
         os._exit(1)

@@ -25,7 +25,7 @@ RENAMED = (
 )
 
 
-def load_weights(net, checkpoints):
+def load_pretrained(net, checkpoints):
     """Fill `net` with the weights that args.pretrained asks for, and say on rank 0 which they are.
 
     args.pretrained: True for torchvision's, the path of a file, or None. A head for another number

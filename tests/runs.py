@@ -30,7 +30,7 @@ def arguments(folder, resume="auto", **more):
 def read(folder, resume="auto", images=None, world_size=1, **more):
     """Checkpoints of a run that has the lock, has read its own, and done nothing else."""
     run = Checkpoints(arguments(folder, resume, **more), 0, world_size)
-    run.starting_point(images or Images(), STEPS)
+    run.find_progress(images or Images(), STEPS)
     return run
 
 
@@ -76,7 +76,7 @@ def write(folder, count, **more):
 
 def save(run, epoch, acc1=None):
     """As at the end of an epoch; without acc1 it is the best so far."""
-    run.place.epoch, run.place.step = epoch - 1, STEPS
-    run.place.end_epoch()
-    is_best = run.place.take_score(50.0 + epoch if acc1 is None else acc1)
+    run.progress.epoch, run.progress.step = epoch - 1, STEPS
+    run.progress.end_epoch()
+    is_best = run.progress.record_score(50.0 + epoch if acc1 is None else acc1)
     run.save({"epoch": epoch, "step": 0}, is_best)

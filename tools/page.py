@@ -153,7 +153,7 @@ def page(diffs):
     for choice in [*choices["starts"], *choices["data"], *choices["features"]]:
         for key, (language, ending) in itertools.product(("why", "wrong"), LANGUAGES.items()):
             if key in choice:
-                page = f"](recipes_minimal{ending}.md#"
+                page = f"](recipes{ending}.md#"
                 choice[key][language] = choice[key][language].replace("](#", page)
     choices["starts"] = [start for start in choices["starts"] if not start.get("hidden")]
     data = {

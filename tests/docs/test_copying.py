@@ -31,15 +31,6 @@ def said(start, page="copying"):
     return found
 
 
-def test_the_contract_names_the_lines_that_a_segmentation_changes():
-    """Or adds to."""
-    table = re.findall(r" \*Lines\*: (`.*)$", PAGE, re.M)
-    assert len(table) == 9
-    for code in re.findall("`(.*?)`", " ".join(table)):
-        assert code in (ROOT / "distributed.py").read_text(), code
-        assert code in (ROOT / "recipes/segmentation.diff").read_text(), code
-
-
 @pytest.mark.full
 def test_a_script_alone_runs_with_what_may_do_nothing(work, tmp_path):
     """The functions that the page names are replaced by some that do as it says."""

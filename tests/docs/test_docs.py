@@ -64,9 +64,11 @@ def in_docstrings(*folders):
     return [command for path in paths for command in commands_of(path.read_text())]
 
 
-# Those of docs/recipes*.md change the script, and are run block by block.
-RECIPES = [joined(b) for kind, b in FENCE.findall(read("docs/recipes.md")) if kind == "sh"]
-DOCUMENTED = [c for name in ENGLISH if "docs/recipes" not in name for c in commands(read(name))]
+# Those of docs/recipes.md make scripts, and are run block by block: here, or, those that make a
+# minimal one, in test_recipes_minimal.py.
+BLOCKS = [joined(b) for kind, b in FENCE.findall(read("docs/recipes.md")) if kind == "sh"]
+RECIPES = [block for block in BLOCKS if "compose.py torchrun" not in block]
+DOCUMENTED = [c for name in ENGLISH if name != "docs/recipes.md" for c in commands(read(name))]
 DOCUMENTED += in_docstrings(".", "docs", "tools", "benchmarks", "minimal", "minimal/libraries")
 DOCUMENTED = list(dict.fromkeys(DOCUMENTED))
 # What start.sh runs, by its name there. Slurm's is run on a cluster.
@@ -269,8 +271,8 @@ def test_block_of_recipes(block, clone, tmp_path):
         else:
             said = small(line, tmp_path, *([] if "--evaluate" in line else QUICK))
             assert re.search(r"^(?: \*|epoch \S+ step \d+)  ?loss ", said, re.M), said
-    if "> mine.py" in block:
-        result(small("python mine.py", tmp_path, *PLAIN, "--accumulate", "2"))
+    if "accumulate" in block:
+        assert "--accumulate" in (tmp_path / "mine.py").read_text()
 
 
 @pytest.mark.full
@@ -492,14 +494,26 @@ def test_both_languages_have_the_same_commands_and_code(name):
         assert same(english) == same(chinese)
 
 
-@pytest.mark.parametrize("page, folder", [("recipes", ""), ("recipes_minimal", "minimal/")])
-def test_the_page_links_every_recipe(page, folder):
-    """In its own section: the diff is not shown there."""
-    sections = {s.partition("\n")[0]: s for s in read(f"docs/{page}.md").split("\n## ")[1:]}
-    recipes = {path.stem for path in (ROOT / folder / "recipes").glob("*.diff")}
-    assert sections.keys() - {"Weights of others"} == recipes
-    for name in recipes:
-        assert DIFF.findall(sections[name]) == [f"../{folder}recipes/{name}.diff"]
+def test_each_feature_has_a_section_of_one_form():
+    """What it does, its minimal and its full form with their diffs, and what goes wrong."""
+    page = read("docs/recipes.md")
+    sections = dict(section.split("\n", 1) for section in page.split("\n## ")[1:])
+    forms = {"Minimal": ("minimal/", "torchrun"), "Full": ("", "distributed.py")}
+    recipes = {
+        kind: {path.stem for path in (ROOT / folder / "recipes").glob("*.diff")}
+        for kind, (folder, _) in forms.items()
+    }
+    assert sections.keys() == recipes["Minimal"] | recipes["Full"]
+    assert [*sections] == re.findall(r"\[(\w+)\]\(#\1\)", page.split("\n## ")[0])
+    for name, text in sections.items():
+        assert re.search(r"^\S.*\n\n- Minimal: .*\n- Full: ", text.strip(), re.M), name
+        assert text.count("**What goes wrong.** ") == 1, name
+        for kind, (folder, start) in forms.items():
+            (line,) = re.findall(rf"^- {kind}: (.*)$", text, re.M)
+            diff = f"([diff](../{folder}recipes/{name}.diff))"
+            form = f"`python compose.py {start} --with {name}` {diff}"
+            assert line.startswith(form) == (name in recipes[kind]) and form.count(diff) == 1
+            assert (diff in line) == (name in recipes[kind])
 
 
 def test_answers_link_to_functions_that_exist():

@@ -30,11 +30,10 @@ from conftest import (
 )
 from sklearn.metrics import f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 
 from tests import nets
 from tests.docs.copies import cached_weights, copy, dying, equal, joined
-from tests.docs.ranks import good, run_ranks
+from tests.docs.ranks import run_ranks
 
 pytestmark = pytest.mark.full
 PAGE = (ROOT / "docs/recipes.md").read_text()
@@ -266,7 +265,7 @@ def test_f1_and_predictions(train, work, tmp_path):
     The mean of the parts' F1 is another. With early_stopping, and the line of the page between
     them, F1 also chooses the best.
     """
-    (by_f1,) = re.findall(r"^sed -i 's/(.*)/(.*)/' distributed.py$", joined(PAGE), re.M)
+    (by_f1,) = re.findall(r"^sed -i 's/(.*)/(.*)/' mine.py$", joined(PAGE), re.M)
     _, state = train("f1 early_stopping", "c", "--max-steps", "20", ranks=3, edits=[by_f1])
     found = rows(tmp_path / "c")[0]["f1"]
     assert state["best_acc1"] == found
@@ -410,89 +409,6 @@ def test_activation_checkpointing(arch, share, more, train):
         kept.append(int(re.findall(r"^kept (\d+)$", output, re.M)[-1]))
     assert same(*ends)
     assert kept[1] < share * kept[0]
-
-
-def test_text(tmp_path):
-    """Where there are no images at all."""
-    script = copy(tmp_path / "here", "text")
-    output = good(script, "--lr", "8", "-j", "1", ranks=2)
-    assert float(re.findall(r"^epoch \S+  loss .* acc@1 ([\d.]+)", output, re.M)[-1]) > 75
-    assert not (tmp_path / "here/data").exists()
-    state = load(tmp_path / "here/checkpoints")
-    assert state["classes"] == ["argparse", "doctest", "tarfile", "typing"]
-
-
-# Its validation matrix: of how many pixels each class is, and what they were taken for.
-MATRIX = "    loss, both, either = loss_sum / count"
-PIXELS = f'    torch.save(matrix, os.path.join(args.checkpoint_dir, "matrix.pth"))\n{MATRIX}'
-
-
-def test_segmentation(train, tmp_path):
-    """It learns; any number of processes evaluates each pixel once, and has the same mean IoU."""
-    script = copy(tmp_path / "here", "segmentation", edits=[(MATRIX, PIXELS)])
-    flags = ["--checkpoint-dir", tmp_path / "c", "-j", "1"]
-    output = good(script, "--lr", "0.5", *flags, ranks=2)
-    best = float(re.findall(r"^epoch 4/4  loss .* miou ([\d.]+)", output, re.M)[0])
-    assert best > 92
-    masks = runpy.run_path(str(script))["make_pairs"]()[4::5, 1, 4:36, 4:36].long()
-    for ranks in (1, 2, 3, 4):
-        flags = ["--resume", tmp_path / "c/checkpoint.pth", "--evaluate", "-b", "48", "-j", "0"]
-        output = good(script, *flags, "--checkpoint-dir", tmp_path / "c", ranks=ranks)
-        assert float(output.split(" miou ")[1]) == pytest.approx(best, abs=2e-3)
-        matrix = torch.load(tmp_path / "c/matrix.pth")
-        assert torch.equal(matrix.sum(dim=1).long(), masks.flatten().bincount())
-
-
-# Of this text 215 windows are to train and 25, of which the last is short, to validate.
-TEXT = (ROOT / "docs/bugs.md").read_bytes()[:15300]
-TRANSFORMER = ["clip", "adamw", "transformer"]
-
-
-def test_transformer(tmp_path):
-    """It learns; any number of processes has the loss of all bytes, in unequal parts too."""
-    script = copy(tmp_path / "here", *TRANSFORMER, script="fsdp_distributed")
-    minimal = (ROOT / "minimal/transformer.py").read_text()
-    assert re.search(r"^class Block.*?\n\n\n", minimal, re.M | re.S)[0] in script.read_text()
-    (tmp_path / "text").write_bytes(TEXT)
-    flags = ["--data", tmp_path / "text", "-j", "1", "--checkpoint-dir", tmp_path / "c"]
-    training = "-b 8 --epochs 4 --warmup-epochs 1 --lr 0.3".split()
-    output = good(script, *flags, *training, ranks=2)
-    losses = [float(loss) for loss in re.findall(r"^epoch \S+  loss (\S+)", output, re.M)]
-    assert 3 < losses[-1] + 0.3 < losses[0] and output.count("\nWhat goes wrong: ") == 1
-
-    net, found = runpy.run_path(str(script))["Net"](256), [losses[-1]]
-    net.load_state_dict(load(tmp_path / "c")["state_dict"])
-    text = torch.tensor([*TEXT[215 * 64 :]])
-    with torch.no_grad():
-        scores = [net(part[None])[0].T for part in text[:-1].split(64)]
-    expected = nn.functional.cross_entropy(torch.cat(scores), text[1:]).item()
-    for ranks in (1, 2, 3):
-        more = ["-b", "48", "--evaluate", "--resume", tmp_path / "c/checkpoint.pth"]
-        output = good(script, *flags, *more, ranks=ranks)
-        found.append(float(output.split(" * loss ")[1]))
-    assert found == pytest.approx([expected] * 4, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "recipes, script, steps, more",
-    [
-        (["segmentation"], "distributed", 40, []),
-        (TRANSFORMER, "fsdp_distributed", 20, ["--data", "text", "-b", "8"]),
-    ],
-    ids=["segmentation", "transformer"],
-)
-def test_another_task_resumes_to_the_bit(recipes, script, steps, more, tmp_path):
-    """Killed in mid-epoch; the random crops are those of a straight run too."""
-    script = copy(tmp_path / "here", *recipes, script=script)
-    (tmp_path / "here/text").write_bytes(TEXT[:6000])
-    flags = ["--max-steps", steps, "--checkpoint-freq", "5", "-j", "1", *more, "--checkpoint-dir"]
-    good(script, *flags, tmp_path / "a", ranks=2)
-    codes, output = run_ranks(script, [*flags, tmp_path / "b"], 2, before=dying(1, 8))
-    assert codes == [-9, -9], output
-    output = good(script, *flags, tmp_path / "b", "--resume", "auto", ranks=2)
-    assert "at epoch 2 step 5" in output
-    assert same(load(tmp_path / "a"), load(tmp_path / "b"))
-    assert rows(tmp_path / "a", timings=False) == rows(tmp_path / "b", timings=False)
 
 
 def test_bad_images(train, work, tmp_path):

@@ -1,4 +1,4 @@
-"""Each recipe of docs/recipes_minimal.md, alone or with others in a composed script: it does what
+"""Each recipe of docs/recipes.md, alone or with others in a composed script: it does what
 that page says. More of it, and the other starts: test_compose.py.
 """
 
@@ -16,8 +16,9 @@ from tests.docs.copies import USER, accuracy, edited, equal, joined, predicted, 
 from tests.docs.ranks import good, run_ranks
 
 pytestmark = pytest.mark.full
-PAGE = (ROOT / "docs/recipes_minimal.md").read_text()
+PAGE = (ROOT / "docs/recipes.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", joined(PAGE), re.M | re.S)
+BLOCKS = [block for block in BLOCKS if "compose.py torchrun" in block]
 
 # Lines of the script, below or above which a test writes others.
 MAIN = "def main():\n"
@@ -232,7 +233,8 @@ def test_resume_under_torchrun(tmp_path):
 def test_weights_of_others(tmp_path):
     """Lightning's, of a net for 7 classes: the head alone is new, and all processes learn on."""
     function = (ROOT / "docs/load_weights.py").read_text().partition('"""\n')[2]
-    call = re.search(r"`(new = load_weights\(.*?\))`", PAGE)[1]
+    page = (ROOT / "docs/full.md").read_text()
+    call = re.search(r"`(new = load_weights\(.*?\))`", page)[1]
     torch.manual_seed(3)
     net = one_gpu.build_net()
     net[2] = torch.nn.Linear(64 * 6 * 6, 7)

@@ -13,7 +13,7 @@ FLAGS += "-a tests.nets:normed --resume auto --checkpoint-dir".split()
 LACKS = {
     "order": ("rank + i * world_size)", "rank * mine + i)"),
     "statistics": ("norm.track_running_stats = i == 0", "pass"),
-    "seeds": ("place.step, rank + i * world_size)", "place.step, rank)"),
+    "seeds": ("progress.step, rank + i * world_size)", "progress.step, rank)"),
     "whole numbers": (".mul_(ONE).round_().long()", ".mul_(ONE).float()"),
 }
 

@@ -81,10 +81,10 @@ def test_in_mid_epoch_all_is_restored(tmp_path):
     scaler.step(optimizer)
     scaler.update(1024.0)
     meters["loss"].add(5.0, 2)
-    run.place.step = 3
+    run.progress.step = 3
     run.save()
     run, net, optimizer, scaler, meters = restored(tmp_path, with_buffers)
-    assert (run.place.step, scaler.get_scale(), meters["loss"].avg) == (3, 1024.0, 2.5)
+    assert (run.progress.step, scaler.get_scale(), meters["loss"].avg) == (3, 1024.0, 2.5)
     run.save()
     assert same_state(load(tmp_path), load(tmp_path, NAMES[1]))
     restored(tmp_path, lambda: with_buffers(scaled=False))  # as bf16 is trained
@@ -114,13 +114,13 @@ def one_cycle(folder, *ends):
         patience, run = Patience(), read(folder)
         run.attach(net, optimizer, scaler, meters, scheduler=schedule, patience=patience)
         run.restore()
-        while run.place.step < end:
-            torch.manual_seed(run.place.step)
+        while run.progress.step < end:
+            torch.manual_seed(run.progress.step)
             train_a_step(run)
             schedule.step()
-            run.place.step += 1
+            run.progress.step += 1
             patience.state["bad_epochs"] += 1
-            patience.state["average"] += run.place.step
+            patience.state["average"] += run.progress.step
         run.save()
     return tree_map(lambda x: x.tolist() if torch.is_tensor(x) else x, load(folder))
 
@@ -191,7 +191,7 @@ ADAMW, SGD = (functools.partial(two_groups, kind) for kind in (torch.optim.AdamW
 def test_a_checkpoint_of_something_else_is_one_line(tmp_path, now, ema, message):
     run = opened(tmp_path)
     run.attach(*parts(), ema=nets.plain(10))
-    run.place.step = 5
+    run.progress.step = 5
     run.save()
     with pytest.raises(ValueError, match=f"^{tmp_path}/checkpoint.pth {message}") as raised:
         restored(tmp_path, now, **({"ema": ema} if ema else {}))
@@ -212,13 +212,13 @@ def test_a_checkpoint_of_something_else_is_one_line(tmp_path, now, ema, message)
 def test_another_training_is_refused(tmp_path, change, message):
     """Only within an epoch is the order of the images a part of it."""
     run = opened(tmp_path)
-    run.place.step = 5
+    run.progress.step = 5
     run.save()
     refused(tmp_path, f"has {message}$", **change)
     save(run, 1)
     for evaluate in (False, True):
         if message.startswith("half"):
-            assert read(tmp_path, evaluate=evaluate, **change).place.epoch == 1
+            assert read(tmp_path, evaluate=evaluate, **change).progress.epoch == 1
         else:
             refused(tmp_path, f"has {message}$", evaluate=evaluate, **change)
 
@@ -226,9 +226,9 @@ def test_another_training_is_refused(tmp_path, change, message):
 def test_fewer_images_than_a_step_takes(tmp_path):
     steps = TrainSampler(7, 8, 0, 1, seed=0).steps_per_epoch
     with pytest.raises(ValueError, match="7 images to train do not fill one --batch-size 8"):
-        Checkpoints(arguments(tmp_path, None), 0, 1).starting_point(Images(7), steps)
+        Checkpoints(arguments(tmp_path, None), 0, 1).find_progress(Images(7), steps)
     evaluating = Checkpoints(arguments(tmp_path, None, evaluate=True), 0, 1)
-    evaluating.starting_point(Images(7), steps)
+    evaluating.find_progress(Images(7), steps)
 
 
 def test_an_evaluation_needs_the_model_alone(tmp_path):
@@ -244,7 +244,7 @@ def test_an_evaluation_needs_the_model_alone(tmp_path):
         evaluating = read(tmp_path / "c", resume, evaluate=True)
         evaluating.attach(*ADAMW(), patience=Patience())
         evaluating.restore()
-        assert evaluating.place.epoch == epoch
+        assert evaluating.progress.epoch == epoch
     with pytest.raises(ValueError, match=f"no checkpoint to evaluate in {tmp_path}/none"):
         read(tmp_path / "none", evaluate=True)
     assert content(tmp_path) == before
@@ -273,8 +273,8 @@ def test_only_a_better_validation_is_the_best(tmp_path):
         save(run, epoch, acc1)
         assert load(tmp_path / "a", "model_best.pth")["epoch"] == best
     for rank in (1, 0):  # each knows the best of the run before it
-        place = Checkpoints(arguments(tmp_path / "a"), rank, 2).starting_point(Images(), STEPS)
-        assert not place.take_score(51.5) and place.take_score(51.6)
+        progress = Checkpoints(arguments(tmp_path / "a"), rank, 2).find_progress(Images(), STEPS)
+        assert not progress.record_score(51.5) and progress.record_score(51.6)
     # In a folder of its own the first is the best, whatever its score.
     save(opened(tmp_path / "b", str(tmp_path / "a/model_best.pth")), 5, -3.5)
     assert load(tmp_path / "b", "model_best.pth")["best_acc1"] == -3.5
@@ -283,13 +283,13 @@ def test_only_a_better_validation_is_the_best(tmp_path):
 def left(run):
     """What remaining() yields, each trained and validated."""
     found = []
-    for epoch, steps in run.place.remaining():
+    for epoch, steps in run.progress.remaining():
         found.append((epoch, steps))
-        run.place.step = steps.stop
-        run.place.end_epoch()
-        run.place.take_score(0)
-        run.save({"epoch": run.place.epoch, "step": run.place.step}, False)
-    assert run.place.finished()
+        run.progress.step = steps.stop
+        run.progress.end_epoch()
+        run.progress.record_score(0)
+        run.save({"epoch": run.progress.epoch, "step": run.progress.step}, False)
+    assert run.progress.finished()
     return found
 
 
@@ -297,9 +297,9 @@ def test_what_is_left(tmp_path):
     assert left(opened(tmp_path, max_steps=14)) == [(0, range(10)), (1, range(4))]
     assert left(opened(tmp_path, max_steps=14)) == left(opened(tmp_path, max_steps=3)) == []
     run = opened(tmp_path, epochs=3)
-    assert next(run.place.remaining()) == (1, range(4, 10))
-    assert list(opened(tmp_path, evaluate=True).place.remaining()) == []
-    run.place.step = 10
+    assert next(run.progress.remaining()) == (1, range(4, 10))
+    assert list(opened(tmp_path, evaluate=True).progress.remaining()) == []
+    run.progress.step = 10
     run.save()  # trained, and not validated yet
     assert left(opened(tmp_path, max_steps=20)) == [(1, range(10, 10))]
     assert [(row["epoch"], row["step"]) for row in rows(tmp_path)] == [(1, 0), (1, 4), (2, 0)]
@@ -308,7 +308,7 @@ def test_what_is_left(tmp_path):
 def test_an_early_end_is_an_end(tmp_path):
     """Until more epochs are asked for, or the run goes on elsewhere."""
     run = write(tmp_path, 1, epochs=5)
-    run.place.end()
+    run.progress.end()
     save(run, 2)
     assert left(opened(tmp_path, epochs=5)) == left(opened(tmp_path, epochs=4)) == []
     assert left(opened(tmp_path / "d", run.file(NAMES[0]), epochs=3)) == [(2, range(10))]
@@ -333,12 +333,12 @@ def test_the_one_before_is_taken_for_a_damaged_one(tmp_path, bad, epoch, share):
     refused(tmp_path, f"^{paths[0]} is .*damaged", paths[0])
     content = Path(paths[0]).read_bytes()
     run = opened(tmp_path)
-    assert (run.place.epoch, run.path) == (epoch, paths[bad])
+    assert (run.progress.epoch, run.path) == (epoch, paths[bad])
     assert [line.split(" is ")[0] for line in run.damaged] == paths[:bad]
     assert len(rows(tmp_path)) == epoch
     (kept,) = tmp_path.glob("checkpoint.damaged-*.pth")
     assert kept.read_bytes() == content and not os.path.exists(paths[0])
-    assert opened(tmp_path).place.epoch == epoch  # a kill between two renames leaves none
+    assert opened(tmp_path).progress.epoch == epoch  # a kill between two renames leaves none
     save(run, epoch + 1)
     assert opened(tmp_path).damaged == [] and kept.exists()
     save(run, epoch + 2)
@@ -427,7 +427,7 @@ def test_what_is_no_checkpoint_is_one_line_at_once(tmp_path, kind):
     [
         (lambda run: run.net[0].weight.data.view(-1)[0].fill_(torch.inf), FloatingPointError, "0"),
         (lambda run: run.net[1].mean.fill_(torch.nan), FloatingPointError, "1.mean holds NaN"),
-        (lambda run: setattr(run.place, "epoch", torch.ones(2)), TypeError, "serializable"),
+        (lambda run: setattr(run.progress, "epoch", torch.ones(2)), TypeError, "serializable"),
     ],
     ids=["weight", "buffer", "no JSON"],
 )
@@ -438,7 +438,7 @@ def test_what_is_not_finite_or_no_json_is_not_saved(tmp_path, spoil, error, mess
     spoil(run)
     before = content(tmp_path)
     with pytest.raises(error, match=message):
-        run.save({"epoch": run.place.epoch, "step": 0}, True)
+        run.save({"epoch": run.progress.epoch, "step": 0}, True)
     assert content(tmp_path) == before
 
 
@@ -461,7 +461,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     """A limit of the size of a file: what lies beyond it cannot be written."""
     run = write(tmp_path, 2)
     before = content(tmp_path)
-    run.place.step = 5
+    run.progress.step = 5
 
     def save_on_full_disk():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -510,7 +510,7 @@ def test_only_the_newest_goes_on_in_its_folder(tmp_path):
         for folder in "cd":
             message = "holds a run .*: give another --checkpoint-dir, or continue the newest"
             refused(tmp_path / folder, message, f"{tmp_path}/{name}")
-        assert opened(tmp_path / "new", f"{tmp_path}/{name}").place.epoch == epoch
+        assert opened(tmp_path / "new", f"{tmp_path}/{name}").progress.epoch == epoch
     assert content(tmp_path / "c") == before
     for epoch, name in enumerate(("c/checkpoint.pth", "d/checkpoint.pth", "newest.pth"), 4):
         save(opened(tmp_path / "c", f"{tmp_path}/{name}"), epoch)
@@ -570,8 +570,8 @@ def test_processes_that_differ_are_an_error_in_each(tmp_path, steps, train, val,
     run, tables = read(tmp_path, None, world_size=3), []
 
     def check(rank, mean):
-        run.place.step = steps[rank]
-        run.check_same(train[rank], val[rank], torch.device("cpu"), mean)
+        run.progress.step = steps[rank]
+        run.check_ranks_agree(train[rank], val[rank], torch.device("cpu"), mean)
 
     for rank in range(3):
         check(rank, lambda table, _: tables.append(table) or 0 * table)
@@ -588,13 +588,13 @@ SAVES = [(5, None), (STEPS, None), (STEPS, 99.0), (STEPS, None), (STEPS, -1.0)]
 
 def save_at(run, step, score):
     """Save in an epoch or, with a score, after its validation."""
-    run.place.step = step
+    run.progress.step = step
     if score is None:
         run.save()
     else:
-        run.place.end_epoch()
-        is_best = run.place.take_score(score)
-        run.save({"epoch": run.place.epoch, "step": run.place.step}, is_best)
+        run.progress.end_epoch()
+        is_best = run.progress.record_score(score)
+        run.save({"epoch": run.progress.epoch, "step": run.progress.step}, is_best)
 
 
 def killed_at(call, run):
@@ -630,7 +630,7 @@ def started(folder):
 
 def reached(run):
     path = Path(run.folder, "metrics.jsonl")
-    return run.place.epoch, run.place.step, path.read_text() if path.exists() else ""
+    return run.progress.epoch, run.progress.step, path.read_text() if path.exists() else ""
 
 
 def test_a_kill_in_any_moment_of_a_save(tmp_path):

@@ -17,7 +17,7 @@ from tests.runs import Images, opened, parts, read, two_groups, write
 
 
 def reporting(run):
-    return Report(run.place, run.rank, run.args)
+    return Report(run.progress, run.rank, run.args)
 
 
 def test_the_line_of_a_step(capsys, tmp_path):
@@ -26,8 +26,8 @@ def test_the_line_of_a_step(capsys, tmp_path):
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
     report = reporting(run)
     report.start_epoch(30)
-    for run.place.step in (10, 20):
-        for meter, total in zip(meters.values(), (run.place.step * 1.5, 500, 1000), strict=True):
+    for run.progress.step in (10, 20):
+        for meter, total in zip(meters.values(), (run.progress.step * 1.5, 500, 1000), strict=True):
             meter.add(total, 10)
         report.print_step(meters, 0.1)
     expected = r"epoch 1/\d+ \[20/30\]  \d+ img/s  loss 3.000 \(2.250\)  acc@1 50.000 \(50.000\)  "
@@ -47,7 +47,7 @@ def test_the_speed_of_an_epoch(tmp_path):
     report.start_epoch(10)
     assert report.end_steps(0.0) == {}  # only the validation was left
     report.started -= 100
-    run.place.step = 10
+    run.progress.step = 10
     expected = {"images_per_second": 0.8, "data_time": 0.5, "seconds": 100}
     assert report.end_steps(50) == pytest.approx(expected, 0.1)
 
@@ -57,15 +57,15 @@ def test_the_speed_of_an_epoch(tmp_path):
 
 def epoch(run, acc1, seconds=10.0, validation=2.0, steps=10, report=None, **scores):
     """Train and validate an epoch, which takes so many seconds, save it and print its line."""
-    report, place = report or reporting(run), run.place
-    report.start_epoch(place.step + steps)
+    report, progress = report or reporting(run), run.progress
+    report.start_epoch(progress.step + steps)
     report.started -= seconds
-    place.step += steps
+    progress.step += steps
     speed = report.end_steps(0.0)
     report.started -= validation
-    place.end_epoch()
-    is_best = place.take_score(acc1)
-    row = {"epoch": place.epoch, "step": place.step, "train_loss": 2.5, "val_loss": 1.25}
+    progress.end_epoch()
+    is_best = progress.record_score(acc1)
+    row = {"epoch": progress.epoch, "step": progress.step, "train_loss": 2.5, "val_loss": 1.25}
     row |= {"acc1": acc1, "acc5": 90.0, **scores, "lr": 0.1, "world_size": 1, "batch_size": 8}
     run.save(row | speed, is_best)
     report.print_epoch(row | speed, is_best)
@@ -85,9 +85,9 @@ def test_the_line_of_an_epoch_that_is_cut_and_of_one_that_lacked_its_validation(
     run = opened(tmp_path, epochs=9, max_steps=4)
     epoch(run, 50.0, steps=4)
     assert capsys.readouterr().out.startswith("epoch 1/9 step 4  loss 1.2500  ")
-    assert (run.place.best_epoch, rows(tmp_path)[-1]["epoch"]) == (1, 0)
+    assert (run.progress.best_epoch, rows(tmp_path)[-1]["epoch"]) == (1, 0)
     run = opened(tmp_path / "b")
-    run.place.step = 10
+    run.progress.step = 10
     epoch(run, 50.0, steps=0)
     said = capsys.readouterr().out
     assert said.startswith("epoch 1/9999  loss ") and "left" not in said
@@ -100,7 +100,7 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
     report = reporting(run)
     for acc1 in (50.0, 70.0, 60.0):
         epoch(run, acc1, report=report)
-    run.place.end()
+    run.progress.end()
     run.save()
     report.began -= 7200
     capsys.readouterr()
@@ -117,7 +117,7 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
 
 def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
     run = opened(tmp_path / "c")
-    run.place.step = 10  # it is not validated
+    run.progress.step = 10  # it is not validated
     reporting(run).print_end()
     assert capsys.readouterr().out == "stopped at epoch 1 step 10, saved: --resume auto goes on\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -172,7 +172,7 @@ def test_the_banner_shows_the_rate_that_each_group_learns_at(tmp_path, capsys):
     groups = [{"params": [x], "scale": 1 if i else 0.1} for i, x in enumerate(net.parameters())]
     run.attach(net, torch.optim.SGD(groups, 0.1), scaler, meters)
     assert "; learning rate 0.01, 0.1\n" in banner(run, capsys)
-    run.place.step = 10
+    run.progress.step = 10
     run.optimizer.param_groups[0]["lr"] = 0.02
     assert "; learning rate 0.02, 0.1\n" in banner(run, capsys)
 
@@ -192,7 +192,7 @@ def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     run = opened(tmp_path, epochs=1)
     done = "nothing left to train: 10 of 10 steps are done"
     assert banner(run, capsys).endswith(f"{done}\n")
-    run.place.end()
+    run.progress.end()
     run.save()
     said = banner(opened(tmp_path, epochs=1), capsys)
     assert said.endswith(f"{done}, and it was ended early\n")

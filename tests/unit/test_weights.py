@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from longrun.weights import load_weights
+from longrun.weights import load_pretrained
 from tests import nets
 from tests.runs import write
 
@@ -25,7 +25,7 @@ def loaded(net, path, classes=10, arch="tests.nets:normed", evaluate=False, rank
     names = [str(number) for number in range(classes)]
     known = {"arch": arch, "evaluate": evaluate, "image_size": 64}
     args = SimpleNamespace(**known, pretrained=path if path in (True, None) else str(path))
-    load_weights(net, SimpleNamespace(args=args, classes=names, rank=rank, path=resumed))
+    load_pretrained(net, SimpleNamespace(args=args, classes=names, rank=rank, path=resumed))
     return net.state_dict()
 
 

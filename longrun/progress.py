@@ -1,14 +1,14 @@
-"""Where training stands: epochs and steps, counted. Nothing here reads or writes a file."""
+"""How far training has come: epochs and steps, counted. Nothing here touches a file."""
 
 import math
 
 
-class Place:
+class Progress:
     """Epochs completed, steps done in the current one, and the best score so far.
 
     steps_per_epoch: of a complete epoch. total_steps: training ends after so many. ended: it has
-    ended earlier. Where `step` is steps_per_epoch, only the validation is left. All processes count
-    alike, so that they take the same decisions.
+    ended earlier. All processes count alike, so that they take the same decisions. A process has
+    one, which its script counts on; who else has it only reads.
     """
 
     def __init__(self, steps_per_epoch, total_steps, epoch=0, step=0, ended=False):
@@ -29,7 +29,8 @@ class Place:
     def remaining(self):
         """Yield (epoch, steps): the epochs that are left, and a range of the steps to do in each.
 
-        The range is empty where only the validation is left. It ends where training is to end.
+        The range is empty where only the validation is left. It ends where training is to end. Who
+        loops over it counts: adds to `step`, and calls end_epoch().
         """
         while not self.finished():
             in_this_epoch = self.total_steps - self.epoch * self.steps_per_epoch
@@ -37,15 +38,20 @@ class Place:
 
     def finished(self):
         """Whether nothing is left to do: no step, and no validation of a complete epoch."""
-        lacks_validation = self.step == self.steps_per_epoch
-        return self.ended or (self.global_step() >= self.total_steps and not lacks_validation)
+        return self.ended or (
+            self.global_step() >= self.total_steps and not self.lacks_validation()
+        )
+
+    def lacks_validation(self):
+        """Whether all steps of an epoch are done, and only its validation is left."""
+        return self.step == self.steps_per_epoch
 
     def end_epoch(self):
         """Count the epoch as completed, after its validation, unless total_steps has cut it."""
-        if self.step == self.steps_per_epoch:
+        if self.lacks_validation():
             self.epoch, self.step = self.epoch + 1, 0
 
-    def take_score(self, score):
+    def record_score(self, score):
         """Take in the score of the epoch that was ended last; returns whether it is the best.
 
         score: a number, the higher the better.
