@@ -144,15 +144,15 @@ def main():
     # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
     for epoch, steps in progress.remaining():
         train_sampler.set_epoch(epoch, steps)  # a new order
-        speed, stopped = train(
+        timing, stopped = train(
             train_batches, model, checkpoints, report, stop, watch, rank, world_size
         )
         if progress.step < steps.stop:
             break  # stopped by a signal, and saved
 
         val_loss, acc1, acc5 = validate(val_batches, model, watch, rank, world_size, args)
-        progress.end_epoch()  # to stop early: progress.end()
-        is_best = progress.record_score(acc1)
+        progress.end_epoch()
+        is_best = progress.record_score(acc1)  # to stop early: progress.end()
         if rank == 0:
             row = {
                 "epoch": progress.epoch,  # epochs completed
@@ -165,8 +165,8 @@ def main():
                 "world_size": world_size,
                 "batch_size": args.batch_size,
             }
-            checkpoints.save(row | speed, is_best)
-            report.print_epoch(row | speed, is_best)
+            checkpoints.save(row | timing, is_best)
+            report.print_epoch(row | timing, is_best)
         if stopped:
             break
 

@@ -170,7 +170,7 @@ def main():
     # --max-steps may cut the last epoch short. Of a resumed one only the validation may be left.
     for epoch, steps in progress.remaining():
         train_sampler.set_epoch(epoch, steps)  # a new order
-        speed, stopped = train(
+        timing, stopped = train(
             train_batches, shards, checkpoints, report, stop, watch, rank, world_size
         )
         if progress.step < steps.stop:
@@ -179,13 +179,13 @@ def main():
         # Each process has BatchNorm statistics of its own: rank 0's are validated and saved.
         watch.beat()
         for buffer in model.buffers():
-            data = buffer.flatten().clone()  # gloo sends strided tensors wrongly, and nothing
-            dist.broadcast(data.view(torch.uint8), src=0)  # sends int16: bytes are always right
+            data = buffer.flatten().clone()  # gloo sends tensors with gaps wrongly
+            dist.broadcast(data.view(torch.uint8), src=0)  # bytes: no backend sends int16
             buffer.copy_(data.view_as(buffer))
         val_loss, acc1, acc5 = validate(val_batches, model, watch, rank, world_size, args)
         shards.gather()
-        progress.end_epoch()  # on all ranks. To stop early all call progress.end() here
-        is_best = progress.record_score(acc1)
+        progress.end_epoch()
+        is_best = progress.record_score(acc1)  # on all ranks. To stop early all call progress.end()
         if rank == 0:
             row = {
                 "epoch": progress.epoch,  # epochs completed
@@ -198,8 +198,8 @@ def main():
                 "world_size": world_size,
                 "batch_size": args.batch_size,
             }
-            checkpoints.save(row | speed, is_best)
-            report.print_epoch(row | speed, is_best)
+            checkpoints.save(row | timing, is_best)
+            report.print_epoch(row | timing, is_best)
         if stopped:
             break
 

@@ -1,4 +1,4 @@
-"""Locks on files, which a process holds until it ends."""
+"""Locks on files, which a process holds for a block, or until it ends."""
 
 import contextlib
 import fcntl
