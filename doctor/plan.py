@@ -89,9 +89,9 @@ class Dumps(argparse.Action):
     """--dumps DIR alone."""
 
     def __call__(self, parser, namespace, folder, option=None):
-        from . import recorder
+        from .recorder import compare
 
-        parser.exit(recorder.main(folder))
+        parser.exit(compare.main(folder))
 
 
 def main():

@@ -15,12 +15,21 @@ def parse_args(words):
     about = "Look at a job that runs, or hangs, now, on this machine; it goes on unharmed."
     parser = argparse.ArgumentParser(prog="doctor --attach", description=about)
     add = parser.add_argument
-    add("what", nargs="*", metavar="PID or FILE", help="one of the job's processes; or --out's files")
+    add(
+        "what",
+        nargs="*",
+        metavar="PID or FILE",
+        help="one of the job's processes; or --out's files",
+    )
     add("--seconds", type=float, default=5, help="from the first look to the last (default: 5)")
     add("--out", metavar="FILE", help="write what was seen on this machine, to be joined elsewhere")
     add("--slurm", metavar="JOB", help="look at all nodes of a job of Slurm")
     add("--slurm-job", help=argparse.SUPPRESS)  # on one node: of --slurm
-    add("--nonblocking", action="store_true", help="do not stop a process for the milliseconds of a look")
+    add(
+        "--nonblocking",
+        action="store_true",
+        help="do not stop a process for the milliseconds of a look",
+    )
     args = parser.parse_args(words)
     numbers = [one.isdigit() for one in args.what]
     if any(numbers) and len(numbers) > 1:
@@ -82,7 +91,7 @@ def chosen(args, found):
     jobs = ranks.jobs_of(found)
     jobs += look.spawned(found, jobs)
     if args.slurm_job:
-        jobs = [job for job in jobs if found[job.ranks[0].pid].env.get("SLURM_JOB_ID") == args.slurm_job]
+        jobs = of_this_node(args.slurm_job, found, jobs)
     if args.what:
         return job_of(int(args.what[0]), found, jobs)
     if len(jobs) == 1:
@@ -92,9 +101,22 @@ def chosen(args, found):
     closed = ranks.unreadable(found)
     if closed:
         pids = ", ".join(str(one.pid) for one in closed[:4])
-        raise ValueError(f"no rank is found\n{len(closed)} Python processes ({pids}) belong to others, "
-                         f"or are closed:\n{tell.remedy('denied')}")
+        raise ValueError(
+            f"no rank is found\n{len(closed)} Python processes ({pids}) belong to others, "
+            f"or are closed:\n{tell.remedy('denied')}"
+        )
     raise ValueError("no rank runs on this machine: give the id of a process")
+
+
+def of_this_node(number, found, jobs):
+    """The ranks that Slurm's job has here: two nodes may be one machine."""
+    mine = {"SLURM_JOB_ID": number, "SLURMD_NODENAME": os.environ.get("SLURMD_NODENAME")}
+    chosen = []
+    for job in jobs:
+        envs = {rank.pid: found[rank.pid].env for rank in job.ranks}
+        here = [r for r in job.ranks if mine.items() <= envs[r.pid].items()]
+        chosen += [job._replace(ranks=here)] if here else []
+    return chosen
 
 
 def job_of(pid, found, jobs):

@@ -1,17 +1,6 @@
 """What is judged of a job that was looked at. The first judge that answers tells it."""
 
-from typing import NamedTuple
-
-from . import places
-
-
-class Finding(NamedTuple):
-    text: str
-    place: str  # PAGE.md#HEADING
-    line: str = ""  # "train.py:48"
-    hangs: bool = True
-    mistake: bool = False  # in the code; else the job may only be slow, or has lost a rank
-
+from .words import Finding, at, by_place, names, of, they, waiting, where
 
 JUDGES = []
 STANDS = "doctor.md#it-stands-still"
@@ -27,45 +16,6 @@ def findings(sight):
     return [next(filter(None, (ask(sight) for ask in JUDGES)))]
 
 
-def at(one):
-    return f"{one['file']}:{one['line']}"
-
-
-def names(ranks):
-    """ "rank 0", "ranks 1 to 3", "ranks 0 and 2" """
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
-
-
-def of(found):
-    return names(one["rank"] for one in found)
-
-
-def waiting(sight):
-    return sight.that("stands", *places.WAITS)
-
-
-def by_place(found):
-    """[[those at one line in one call]], the fewest first."""
-    groups = {}
-    for one in found:
-        groups.setdefault((one["words"], one["file"], one["line"]), []).append(one)
-    return sorted(groups.values(), key=len)
-
-
-def where(found):
-    """ "rank 0 in all_reduce (train.py:73), rank 1 in backward (train.py:59)" """
-    said = []
-    for group in by_place(found):
-        one = group[0]
-        said.append(f"{of(group)} {'in ' + one['words'] if one['words'] else 'is'} ({at(one)})")
-    return ", ".join(said)
-
-
 @judge
 def cannot_see(sight):
     """Nothing is said of ranks that could not be read, nor of the others then."""
@@ -79,9 +29,10 @@ def one_is_gone(sight):
     left = waiting(sight)
     if not sight.gone or not left:
         return None
-    verb = "is" if len(sight.gone) == 1 else "are"
-    text = f"{names(sight.gone)} {verb} gone, ended or killed: {of(left)} waits in vain. Look at the "
-    text += "end of its output; if it has none, `dmesg` says whether the kernel killed it for memory"
+    text = f"{they(sight.gone, 'is')} gone, ended or killed: {they(left, 'waits')} in vain. Look at the "
+    text += (
+        "end of its output; if it has none, `dmesg` says whether the kernel killed it for memory"
+    )
     return Finding(text, "bugs.md#rank-0-stops-early", at(left[0]))
 
 
@@ -89,7 +40,7 @@ def one_is_gone(sight):
 def in_the_debugger(sight):
     held = sight.that("stands", "debugger")
     if held:
-        text = f"{of(held)} waits for your words in the debugger, and the others for it"
+        text = f"{they(held, 'waits')} for your words in the debugger, and the others for it"
         return Finding(text, "debugging.md#stop-in-a-line", at(held[0]))
     return None
 
@@ -110,7 +61,9 @@ def some_do_not_come(sight):
     if not joins or any(one["state"] == "works" for one in others):
         return None
     if others:
-        text = f"{of(joins)} waits in init_process_group, and {where(others)}: not all come to it"
+        text = (
+            f"{they(joins, 'waits')} in init_process_group, and {where(others)}: not all come to it"
+        )
     else:
         text = f"all {len(joins)} ranks that are here wait in init_process_group for {size} ranks"
         text += ": are all started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
@@ -124,7 +77,7 @@ def waits_for_data(sight):
     if not reads or any(one["times"] < 2 for one in reads):
         return None
     one = reads[0]
-    text = f"{of(reads)} waits for data at {at(one)}"
+    text = f"{they(reads, 'waits')} for data at {at(one)}"
     for worker in [w for r in reads for w in r.get("workers", []) if w["line"]][:2]:
         disk = ", waiting for a disk" if worker["disk"] else ""
         text += f"; its worker {worker['pid']} stands at {worker['file']}:{worker['line']}{disk}"
@@ -132,7 +85,7 @@ def waits_for_data(sight):
     if one["kind"] == "loader" and not one["workers"]:
         text += "; it has no worker that lives"
     others = waiting(sight)
-    text += f"; {of(others)} waits for it" if others else ""
+    text += f"; {they(others, 'waits')} for it" if others else ""
     return Finding(text, "debugging.md#who-waits-where", at(one))
 
 
@@ -142,11 +95,11 @@ def they_wait_for_one_that_works(sight):
     busy, left = sight.that("works"), waiting(sight)
     if not busy:
         return None
-    text = f"{of(busy)} works (last seen at {at(busy[-1])})"
-    text += f", {of(left)} waits for it: no hang by now. Look again, with --seconds 60"
+    text = f"{they(busy, 'works')} (last seen at {at(busy[-1])})"
+    text += f", {they(left, 'waits')} for it: no hang by now. Look again, with --seconds 60"
     slow = [one for one in busy if one["kind"] in ("loader", "data") and one["times"] > 2]
     if slow and left:
-        text = f"{of(slow)} reads data in most looks ({at(slow[0])}), {of(left)} waits: a slow loader"
+        text = f"{they(slow, 'reads')} data in most looks ({at(slow[0])}), {they(left, 'waits')}: a slow loader"
         return Finding(text, "debugging.md#who-waits-where", at(slow[0]), hangs=False)
     rank = f", {names([busy[0]['rank']])} under `{busy[0]['under']}`" if busy[0]["under"] else ""
     return Finding(text + rank, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
@@ -154,28 +107,36 @@ def they_wait_for_one_that_works(sight):
 
 @judge
 def new_group_by_some(sight):
-    found = sight.that("stands", "group")
-    others = [one for one in waiting(sight) if one not in found]
-    if found and (others or len(by_place(found)) > 1):
-        text = f"all ranks must call new_group(), in one order, but {where(waiting(sight))}"
-        return Finding(text, STANDS, at(found[0]), mistake=True)
-    return None
+    """Also where all are at one line: some have made a group before, the others have not."""
+    found, left = sight.that("stands", "group"), waiting(sight)
+    if not found or len(left) < len(sight.ranks):
+        return None
+    text = "all ranks must call each new_group(), in one order, also those that are not in the "
+    text += f"group: is one before this made by some alone? {where(left)}"
+    return Finding(text, STANDS, at(found[0]), mistake=True)
 
 
 @judge
 def a_rank_alone(sight):
     """A call that all must make, under an `if` that some ranks enter."""
     left = waiting(sight)
-    if len(by_place(left)) < 2:
-        return None
     for group in by_place(left):
         one = group[0]
         others = [other for other in left if other not in group]
-        if one["under"] and not any(other["under"] == one["under"] for other in others):
-            text = f"{of(group)} alone calls {one['words']}: it stands under `{one['under']}`, which "
+        if not others:
+            return None
+        # The same call in the other branch is its partner.
+        partners = [o for o in others if o["words"] == one["words"] or o["under"] == one["under"]]
+        of_all = one["kind"] in ("collective", "forward", "wrap")
+        if one["under"] and of_all and not partners:
+            text = (
+                f"{of(group)} alone calls {one['words']}: it stands under `{one['under']}`, which "
+            )
             text += f"the others do not enter; {where(others)}"
             alone = "bugs.md#all_reduce-on-rank-0-alone"
-            alone = "bugs.md#the-wrapped-model-on-rank-0-alone" if one["kind"] == "forward" else alone
+            alone = (
+                "bugs.md#the-wrapped-model-on-rank-0-alone" if one["kind"] == "forward" else alone
+            )
             return Finding(text, alone, at(one), mistake=True)
     return None
 
@@ -186,7 +147,9 @@ def wrapped_alone(sight):
     alone = [one for one in sight.that("stands", "forward") if one["without"]]
     others = [one for one in waiting(sight) if one not in alone]
     if alone and others:
-        text = f"{of(alone)} calls DDP's model without gradients: it sends its buffers to the others, "
+        text = (
+            f"{of(alone)} calls DDP's model without gradients: it sends its buffers to the others, "
+        )
         text += f"which do not call it: {where(others)}. Call the plain model there"
         place = "bugs.md#the-wrapped-model-on-rank-0-alone"
         return Finding(text, place, at(alone[0]), mistake=True)
@@ -198,7 +161,7 @@ def some_have_left(sight):
     leave = sight.that("stands", "leave")
     others = [one for one in sight.ranks if one not in leave]
     if leave and others:
-        text = f"{of(leave)} has ended its training, and {where(others)}"
+        text = f"{they(leave, 'has')} ended its training, and {where(others)}"
         return Finding(text, "bugs.md#rank-0-stops-early", at(leave[0]), mistake=True)
     return None
 
@@ -210,7 +173,7 @@ def gradients_that_do_not_come(sight):
     others = [one for one in left if one not in back]
     if not back or not others:
         return None
-    text = f"{of(back)} waits in backward for gradients that do not come: {where(others)}. "
+    text = f"{they(back, 'waits')} in backward for gradients that do not come: {where(others)}. "
     if all(one["kind"] == "forward" and one["function"] == back[0]["function"] for one in others):
         text += "It has left out a backward: a batch skipped on that rank alone (`continue`)?"
         place = "bugs.md#a-branch-that-depends-on-a-processs-own-data"
@@ -228,7 +191,8 @@ def one_is_elsewhere(sight):
     if not idle or not left:
         return None
     doing = f" in {idle[0]['words']}" if idle[0]["words"] else ""
-    text = f"{of(left)} waits in {left[0]['words']} for {of(idle)}, which stands{doing} at {at(idle[0])}"
+    text = f"{they(left, 'waits')} in {left[0]['words']} for {of(idle)}, which stands{doing} at "
+    text += at(idle[0])
     text += f" `{idle[0]['text']}`" if idle[0]["text"] else ""
     place = "bugs.md#rank-0-prepares-for-longer-than-the-timeout"
     return Finding(f"{text}, and computes nothing", place, at(idle[0]))
@@ -242,8 +206,10 @@ def calls_do_not_match(sight):
     if len(groups) < 2:
         return None
     if any(one["kind"] == "message" for one in left):
-        text = f"no rank answers: {where(left)}. Each send needs its recv, and two must not both begin "
-        return Finding(text + "with the same of them", STANDS, at(left[0]), mistake=True)
+        text = f"no rank answers: {where(left)}. Each send needs its recv, and of two ranks one "
+        return Finding(
+            text + "must send first, the other receive", STANDS, at(left[0]), mistake=True
+        )
     text = f"the ranks do not make the same calls: {where(left)}. Which of these lines does a rank "
     text += "reach that another does not, or earlier?"
     place = "doctor.md#the-processes-do-not-do-the-same"
@@ -260,8 +226,8 @@ def all_in_one_place(sight):
     if one["kind"] == "message":
         text = f"all ranks wait in {one['words']} at {at(one)}: each for a message that none sends"
         return Finding(text, STANDS, at(one), mistake=True)
-    text = f"all ranks wait in {one['words']} at {at(one)}: tensors of other shapes, another number of "
-    text += "calls before (the flight recorder tells: --dumps), or a network that does not deliver"
+    text = f"all ranks wait in {one['words']} at {at(one)}: their tensors differ in size, one has "
+    text += "made more calls before (the flight recorder tells: --dumps), or the network fails"
     return Finding(text, "debugging.md#the-flight-recorder", at(one))
 
 

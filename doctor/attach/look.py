@@ -1,4 +1,4 @@
-"""The looks: a few stacks of each rank, some seconds apart, by py-spy, and what they say together."""
+"""The looks: a few stacks of each rank, by py-spy, and what they say together."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from . import places, ranks, source
 
 LOOKS = 4  # a rank that works may be found at one line twice
-BUSY = 0.2  # of a core: it computes
+BUSY = 0.05  # of a core: it computes; a busy machine may give it little
 
 
 def py_spy():
@@ -64,9 +64,9 @@ def local(thread, name, end=""):
     """The number in a local variable, of the innermost frame that has one; or None."""
     for frame in thread["frames"]:
         for one in frame["locals"] or []:
-            if frame["filename"].endswith(end) and one["name"] == name:
-                if (one["repr"] or "").isdigit():
-                    return int(one["repr"])
+            mine = frame["filename"].endswith(end) and one["name"] == name
+            if mine and (one["repr"] or "").isdigit():
+                return int(one["repr"])
     return None
 
 
@@ -113,7 +113,9 @@ def looks_at(pids, seconds, nonblocking=False):
     with ThreadPoolExecutor(4) as threads:
         for number in range(LOOKS):
             time.sleep(max(0, began + seconds * number / (LOOKS - 1) - time.monotonic()))
-            for pid, one in zip(pids, threads.map(lambda p: Look(p, nonblocking), pids), strict=True):
+            for pid, one in zip(
+                pids, threads.map(lambda p: Look(p, nonblocking), pids), strict=True
+            ):
                 found[pid].append(one)
     return found
 
@@ -183,11 +185,21 @@ def workers(pid, found):
     return said
 
 
+def number_spawned(parent, found):
+    """mp.spawn's number of processes; a forkserver may stand between it and them."""
+    for pid in (parent, found[parent].parent):
+        thread = Look(pid).thread if pid in found and found[pid].python else None
+        number = thread and local(thread, "nprocs", places.SPAWNED)
+        if number:
+            return number
+    return None
+
+
 def spawned(found, jobs):
     """[Job] of the ranks that mp.spawn, or a script itself, has started, read from their stacks."""
     more = []
     for parent, children in ranks.maybe_spawned(found, jobs).items():
-        above, members = Look(parent), []
+        members = []
         for child in children:
             look = Look(child.pid)
             if places.has(look.stack, places.WORKER) or not places.has(look.stack, places.STARTED):
@@ -196,7 +208,7 @@ def spawned(found, jobs):
             if number is None:
                 number = local(look.thread, "rank")
             members.append((child, number))
-        by_spawn = above.thread and local(above.thread, "nprocs", places.SPAWNED)
+        by_spawn = number_spawned(parent, found)
         if len(members) > 1 or by_spawn:
             size = by_spawn or len(members)
             numbered = [n for _, n in members]
@@ -205,5 +217,8 @@ def spawned(found, jobs):
             pairs = zip(members, numbered, strict=True)
             all_of = [ranks.Rank(child.pid, n, size, n, size) for (child, _), n in pairs]
             all_of.sort(key=lambda rank: rank.rank)
-            more.append(ranks.Job((f"process {parent}",), found[parent].command, all_of))
+            above = found.get(found[parent].parent)
+            by_server = "multiprocessing.forkserver import" in found[parent].command and above
+            command = above.command if by_server else found[parent].command
+            more.append(ranks.Job((f"process {parent}",), command, all_of))
     return more

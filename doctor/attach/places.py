@@ -5,10 +5,10 @@ A frame is (file, function, line); a stack is a list of them, the innermost firs
 
 import re
 
-COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather scatter
-reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single all_gather_object gather_object
-broadcast_object_list scatter_object_list monitored_barrier all_reduce_coalesced
-all_gather_coalesced""".split()
+COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
+scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single
+all_gather_object gather_object broadcast_object_list scatter_object_list
+monitored_barrier all_reduce_coalesced all_gather_coalesced""".split()
 MESSAGES = "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
 SYNCS = """_sync_buffers _sync_module_buffers _distributed_broadcast_coalesced
 _default_broadcast_coalesced _check_sync_bufs_pre_fwd""".split()
@@ -43,7 +43,6 @@ DOES = [
     ("bdb.py", None, "debugger", "the debugger"),
     ("torch/utils/data/dataloader.py", ["_try_get_data", "_get_data"], "loader", "a loader"),
     ("torch/utils/data/dataloader.py", ["_shutdown_workers"], "loader", "the end of a loader"),
-    ("torch/utils/data/dataloader.py", None, "data", "reading data"),
     ("torch/utils/data/_utils/fetch.py", None, "data", "reading data"),
     ("torch/serialization.py", ["save", "_save", "_legacy_save"], "saves", "torch.save"),
     ("torch/serialization.py", ["load", "_load"], "loads", "torch.load"),
@@ -106,7 +105,7 @@ def matches(stack, places):
 
 
 def outermost(stack):
-    """The frame of the call in which it waits, for other ranks or for a loader's workers, or None."""
+    """The frame of the call in which it waits, for ranks or for a loader's workers, or None."""
     mine = users_frame(stack)
     inner = stack[: stack.index(mine)] if mine else stack
     loaders = [place for place in DOES if place[2] == "loader"]

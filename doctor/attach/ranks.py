@@ -29,8 +29,7 @@ LAUNCHER = re.compile(
     r"(^|/)(torchrun|accelerate|deepspeed|horovodrun|mpirun|srun)( |$)"
     r"|-m (torch\.distributed\.(run|launch)|accelerate\.commands|deepspeed\.launcher)"
 )
-# Processes of Python itself, beside a rank.
-HELPER = re.compile(r"multiprocessing\.(resource_tracker|forkserver) import")
+HELPER = "multiprocessing.resource_tracker import"  # Python's own, beside a rank
 HERE = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -80,7 +79,9 @@ def process(pid):
         maps = read(pid, "maps")
     python = "python" in os.path.basename(command.split()[0])
     python = python or "libpython" in maps
-    return Process(pid, int(parent), env, command, python, "libtorch" in maps, "/dev/nvidia" in maps)
+    return Process(
+        pid, int(parent), env, command, python, "libtorch" in maps, "/dev/nvidia" in maps
+    )
 
 
 def read(pid, name):
@@ -108,7 +109,7 @@ def jobs_of(found):
     candidates = {}  # pid: (variables, key)
     for one in found.values():
         names = one.python and not LAUNCHER.search(one.command) and names_of(one.env or {})
-        if names:
+        if names and (one.torch or names[0] == "RANK"):  # Slurm's are in any program's environment
             key = tuple(one.env.get(name, "") for name in (names[0], *names[4]))
             candidates[one.pid] = names, key
     jobs = {}
@@ -117,7 +118,9 @@ def jobs_of(found):
             one = found[pid]
             job = jobs.setdefault((names[0], *key[1:]), Job(key[1:], one.command, []))
             job.ranks.append(rank_of(one, names))
-    return [job._replace(ranks=sorted(job.ranks, key=lambda rank: rank.rank)) for job in jobs.values()]
+    return [
+        job._replace(ranks=sorted(job.ranks, key=lambda rank: rank.rank)) for job in jobs.values()
+    ]
 
 
 def names_of(env):
@@ -132,7 +135,7 @@ def is_below_its_like(one, candidates, found):
     """
     mine = candidates[one.pid]
     chain = [p for p in above(one, found) if candidates.get(p.pid) == mine]
-    if HELPER.search(one.command) or any(process.torch for process in chain):
+    if HELPER in one.command or any(process.torch for process in chain):
         return True
     if one.torch:
         return False
@@ -160,9 +163,10 @@ def maybe_spawned(found, jobs):
     groups = {}
     for one in found.values():
         parent = found.get(one.parent)
-        if one.torch and one.python and one.pid not in taken and parent and parent.python:
-            if not HELPER.search(one.command) and not LAUNCHER.search(parent.command):
-                groups.setdefault(parent.pid, []).append(one)
+        if not (one.torch and one.python and parent and parent.python) or one.pid in taken:
+            continue
+        if HELPER not in one.command and not LAUNCHER.search(parent.command):
+            groups.setdefault(parent.pid, []).append(one)
     return groups
 
 

@@ -68,7 +68,11 @@ def around(pid, file, line):
 
 
 def blocks(node):
-    return [getattr(node, name) for name in ("body", "orelse") if isinstance(getattr(node, name, 0), list)]
+    return [
+        getattr(node, name)
+        for name in ("body", "orelse")
+        if isinstance(getattr(node, name, 0), list)
+    ]
 
 
 def condition(node, block, line):

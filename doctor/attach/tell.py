@@ -3,8 +3,9 @@
 import os
 import re
 
-from . import judges, ranks
-from .judges import at, findings, names
+from . import ranks
+from .judges import findings
+from .words import at, names
 
 
 def tell(sight):
@@ -17,7 +18,7 @@ def tell(sight):
     count = f"{len(sight.ranks)} ranks" if len(sight.ranks) > 1 else "1 rank"
     print(f" {count} of: {sight.command[:100]}; looked at for {seconds:.0f} s")
     for group in together(sight.ranks):
-        print(f" {names(one['rank'] for one in group):9} {doing(group[0])}")
+        print(f" {names(one['rank'] for one in group):9} {doing(group)}")
     if sight.gone:
         print(f" {names(sight.gone):9} no such process: it has ended, or was killed")
     if sight.elsewhere:
@@ -44,14 +45,17 @@ def together(found):
     return groups.values()
 
 
-def doing(one):
+def doing(group):
+    """What ranks of one place do, in words."""
+    one = group[0]
     if one["state"] == "gone":
         return "has ended between the looks"
     if one["state"] == "unread":
         return "could not be read"
     call = f" in {one['words']}" if one["words"] else ""
     text = f"  {one['text'][:60]}" if one["text"] else ""
-    return f"{one['state']}{call}, {at(one)} {one['function']}(){text}"
+    verb = one["state"] if len(group) == 1 else one["state"][:-1]
+    return f"{verb}{call}, {at(one)} {one['function']}(){text}"
 
 
 def remedy(reason):
@@ -97,5 +101,5 @@ def jobs(found):
         pids = ", ".join(str(rank.pid) for rank in job.ranks[:4])
         pids += ", ..." if len(job.ranks) > 4 else ""
         said.append(f" python doctor --attach {job.ranks[0].pid}")
-        said.append(f"   {judges.names(r.rank for r in job.ranks)}, pids {pids}: {job.command[:100]}")
+        said.append(f"   {names(r.rank for r in job.ranks)}, pids {pids}: {job.command[:100]}")
     return "\n".join(said)
