@@ -13,5 +13,7 @@ It sends nothing between processes and changes no number; it needs only torch. A
 - report.py  what is told
 - plan.py    the command: which runs are made, and which findings they add
 - files/     why the files of the user are safe
+- attach/    another way in: a job that hangs now, whoever has started it
+- recorder/  what torch's flight recorder knows of a hang
 - cuda.py    how a script that names GPUs runs without one
 """

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from .events import HERE, MESSAGES
+from .recorder import dump
 from .run import read
 
 # How often the patience of all waiting: where one process is idle elsewhere, or computes.
@@ -35,7 +36,7 @@ def examine(args, files, processes, nodes=1, quiet=False):
     known = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}  # as torchrun sets it, with a warning
     job = subprocess.Popen(
         [*by.words, HERE, *name, *args.flags],
-        env=known | files.env() | {"DOCTOR": json.dumps(settings)},
+        env=known | dump.SETTINGS | files.env() | {"DOCTOR": json.dumps(settings)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.DEVNULL if quiet else None,

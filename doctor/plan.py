@@ -35,6 +35,10 @@ def parse_args():
     add("--keep", action="store_true", help="leave the new files that the script writes")
     restore = "put back what a doctor that was killed has left, and do nothing else"
     add("--restore", nargs=0, action=Restore, help=restore)
+    attach = "look at a job that runs now, on this machine: a process's id (--attach --help)"
+    add("--attach", nargs=argparse.REMAINDER, action=Attach, metavar="...", help=attach)
+    dumps = "compare the ranks' files of torch's flight recorder"
+    add("--dumps", metavar="DIR", action=Dumps, help=dumps)
     add("--json", metavar="FILE", help="write what was found into a file, too")
     add("--by", metavar="COMMAND", help="start it by another launcher, such as 'srun -n2 python'")
     add("-m", dest="module", action="store_true", help="the script is a module: -m package.train")
@@ -70,6 +74,24 @@ class Restore(argparse.Action):
         for line in restore_dead() or ["there is nothing to put back"]:
             print(f" {line}")
         parser.exit(0)
+
+
+class Attach(argparse.Action):
+    """--attach and all behind it: the script was started by somebody else."""
+
+    def __call__(self, parser, namespace, words, option=None):
+        from . import attach
+
+        attach.main(words)
+
+
+class Dumps(argparse.Action):
+    """--dumps DIR alone."""
+
+    def __call__(self, parser, namespace, folder, option=None):
+        from .recorder import compare
+
+        parser.exit(compare.main(folder))
 
 
 def main():

@@ -7,6 +7,7 @@ import threading
 import time
 
 from .events import RECORD, is_users, note, short, users_line
+from .recorder import dump
 from .wrappers import install
 
 
@@ -51,6 +52,7 @@ def watch(ended):
             times += 1
             alone = not waits and outside()
             note("stands", line=line, where=waits, busy=busy, times=times, outside=alone)
+            dump.write(f"{RECORD.path}.calls")
             seen = RECORD.count
 
 
@@ -99,5 +101,7 @@ class noted_end:
         RECORD.ended.set()
         if good:
             note_unwaited()
+        else:
+            dump.write(f"{RECORD.path}.calls")
         said = "" if good else f"{kind.__name__}: {error}"
         note("end", line=line, error=said, frozen=frozen(), outside=outside())

@@ -4,6 +4,8 @@ import json
 import signal
 from pathlib import Path
 
+from .recorder.compare import lines
+
 ENDED = (signal.SIGTERM, signal.SIGKILL)  # by which a launcher ends the others
 
 
@@ -68,6 +70,12 @@ def not_compared(run):
     return ""
 
 
+def recorded(run):
+    """What torch's flight recorder says of each rank, where the run stood still or failed."""
+    dumps = {rank: process.calls for rank, process in enumerate(run) if process.calls}
+    return [f"recorded by torch: {line}" for line in lines(dumps)] if len(run) > 1 else []
+
+
 def tell(runs, found, seconds, said=(), file=None):
     """Print the report, and write it to a file as JSON; returns the exit code.
 
@@ -105,7 +113,7 @@ def tell(runs, found, seconds, said=(), file=None):
         print(f" looked at {len(run)} processes, {who}: {seen[0]}; {seconds:.0f} s")
         if steps and len(run.rounds("trained")) == 1:
             print(" one epoch was seen: give two, and the orders of their items are compared")
-    for line in filter(None, [not_compared(run), *said]):
+    for line in filter(None, [not_compared(run), *recorded(run), *said]):
         print(f" {line}")
     if file:
         found = [one._asdict() | {"place": page_of(one.place)} for one in found]

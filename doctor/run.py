@@ -7,15 +7,20 @@ import collections
 import json
 from pathlib import Path
 
+from .recorder.read import dump_of
+
 
 class Process:
     """What one process did."""
 
-    def __init__(self, events, died=None):
+    def __init__(self, events, died=None, calls=None):
         self.events = [event | {"place": place} for place, event in enumerate(events)]
         self.passes = passes_of(self.events)
         # {"signal": ..., "order": how many died before} if it ended without an "end", on its own
         self.died = died
+        # What torch's flight recorder knew, if it has stood still or failed since; or None.
+        known = events and events[-1]["kind"] in ("stands", "end")
+        self.calls = calls if known else None
 
     def of(self, *kinds):
         return [event for event in self.events if event["kind"] in kinds]
@@ -102,7 +107,7 @@ def read(folder, died):
     for path in sorted(Path(folder).glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         lines = path.read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
-        process = Process(events, died.get(int(path.stem)))
+        process = Process(events, died.get(int(path.stem)), recorded(f"{path}.calls"))
         others.append(process)
         for rank in {event["rank"] for event in process.of("group")}:
             ranks = next((ranks for ranks in groups if rank not in ranks), None)
@@ -111,6 +116,13 @@ def read(folder, died):
             ranks[rank] = process
     runs = [Run(ranks[rank] for rank in sorted(ranks)) for ranks in groups]
     return runs or [Run(others)]
+
+
+def recorded(path):
+    try:
+        return dump_of(Path(path).read_bytes())
+    except (OSError, ValueError):  # none was written, or not to its end
+        return None
 
 
 def passes_of(events):

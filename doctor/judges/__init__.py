@@ -86,7 +86,15 @@ def findings(runs, others=()):
 
     runs: the groups of the run; others: Findings of comparisons with other runs.
     """
-    from . import data, ending, saving, steps, training, validation  # noqa: F401 - fill JUDGES
+    from . import (  # noqa: F401 - fill JUDGES
+        data,
+        ending,
+        recorded,
+        saving,
+        steps,
+        training,
+        validation,
+    )
 
     found = []
     for run in runs:

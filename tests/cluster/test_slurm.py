@@ -143,6 +143,39 @@ def test_command_of_the_documents(command, work, tmp_path):
     last_result(output)
 
 
+HANGS = """import os
+import torch
+import torch.distributed as dist
+
+rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+store = dist.FileStore(os.environ["STORE"], size)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+dist.barrier()
+print("ready", flush=True)
+if rank == 1:
+    dist.barrier()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.full
+def test_a_job_that_hangs(tmp_path):
+    """The doctor looks at both nodes, by a step beside it."""
+    (tmp_path / "train.py").write_text(HANGS)
+    options = ["--job-name=hangs", "-N2", "--ntasks-per-node=1", PYTHON, tmp_path / "train.py"]
+    job = Job(["srun", *options], tmp_path, {"STORE": str(tmp_path / "store")})
+    for _ in range(2):
+        job.wait_for("ready")
+    queue = ["squeue", "--noheader", "--name=hangs", "--format=%A"]
+    number = subprocess.run(queue, capture_output=True, text=True, check=True).stdout.strip()
+    command = [PYTHON, ROOT / "doctor", "--attach", "--slurm", number, "--seconds", "2"]
+    output = run(command, tmp_path, code=1)
+    assert re.search(r"^ 2 ranks of: .*train\.py", output, re.M), output
+    assert "rank 1 alone calls barrier: it stands under `if rank == 1 (line 10)`" in output, output
+    subprocess.run(["scancel", number], check=True)
+    job.finish(code=None)
+
+
 @pytest.mark.full
 def test_a_mistake_is_one_line(work, tmp_path):
     """What only Slurm can have: tests/unit/test_slurm_env.py."""

@@ -1,0 +1,132 @@
+"""The command: python doctor --attach."""
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+from . import look, ranks, sight, slurm, tell
+
+INSTALL = "it needs py-spy: python -m pip install py-spy"
+
+
+def parse_args(words):
+    about = "Look at a job that runs, or hangs, now, on this machine; it goes on unharmed."
+    parser = argparse.ArgumentParser(prog="doctor --attach", description=about)
+    add = parser.add_argument
+    add(
+        "what",
+        nargs="*",
+        metavar="PID or FILE",
+        help="one of the job's processes; or --out's files",
+    )
+    add("--seconds", type=float, default=5, help="from the first look to the last (default: 5)")
+    add("--out", metavar="FILE", help="write what was seen on this machine, to be joined elsewhere")
+    add("--slurm", metavar="JOB", help="look at all nodes of a job of Slurm")
+    add("--slurm-job", help=argparse.SUPPRESS)  # on one node: of --slurm
+    add(
+        "--nonblocking",
+        action="store_true",
+        help="do not stop a process for the milliseconds of a look",
+    )
+    args = parser.parse_args(words)
+    numbers = [one.isdigit() for one in args.what]
+    if any(numbers) and len(numbers) > 1:
+        parser.error("give one process, or files")
+    if args.slurm and args.what:
+        parser.error("--slurm finds the processes itself")
+    return args
+
+
+def main(words):
+    """Exits: 0 if nothing hangs, 1: a mistake, 3: it stands still, 2: it could not be looked at."""
+    args = parse_args(words)
+    try:
+        if args.slurm:
+            found = joined(*zip(*slurm.reports(args), strict=True))
+        elif args.what and not args.what[0].isdigit():
+            files = [(Path(name).read_text(errors="replace"), name) for name in args.what]
+            found = joined(*zip(*files, strict=True))
+        else:
+            found = here(args)
+    except (OSError, ValueError) as error:
+        sys.exit(fail(error))
+    if args.out:
+        text = sight.written(found)
+        if args.out == "-":  # to srun, a line for each node
+            print(text.replace("\n", ""))
+            sys.exit(0)
+        Path(args.out).write_text(text)
+        print(f" written: {args.out}. Join those of all machines: python doctor --attach FILE...")
+    sys.exit(tell.tell(found))
+
+
+def fail(error):
+    print(f" doctor --attach: {error}", file=sys.stderr)
+    return 2
+
+
+def joined(texts, names):
+    known = [sight.read(text, name) for text, name in zip(texts, names, strict=True)]
+    return sight.joined(known[0][0], [one for _, part in known for one in part])
+
+
+def here(args):
+    """The Sight of a job of this machine. ValueError says why there is none."""
+    if not os.path.isdir("/proc/self"):
+        raise ValueError("it finds processes in /proc, which only Linux has")
+    if not look.py_spy():
+        raise ValueError(INSTALL)
+    found = ranks.processes()
+    job = chosen(args, found)
+    looks = look.looks_at([rank.pid for rank in job.ranks], args.seconds, args.nonblocking)
+    seen = [look.seen(rank, looks[rank.pid], found) for rank in job.ranks]
+    host = socket.gethostname()
+    return sight.joined(job.command, [one | {"host": host} for one in seen])
+
+
+def chosen(args, found):
+    """The Job that is asked for, or the only one."""
+    jobs = ranks.jobs_of(found)
+    jobs += look.spawned(found, jobs)
+    if args.slurm_job:
+        jobs = of_this_node(args.slurm_job, found, jobs)
+    if args.what:
+        return job_of(int(args.what[0]), found, jobs)
+    if len(jobs) == 1:
+        return jobs[0]
+    if jobs:
+        raise ValueError("\n" + tell.jobs(jobs))
+    closed = ranks.unreadable(found)
+    if closed:
+        pids = ", ".join(str(one.pid) for one in closed[:4])
+        raise ValueError(
+            f"no rank is found\n{len(closed)} Python processes ({pids}) belong to others, "
+            f"or are closed:\n{tell.remedy('denied')}"
+        )
+    raise ValueError("no rank runs on this machine: give the id of a process")
+
+
+def of_this_node(number, found, jobs):
+    """The ranks that Slurm's job has here: two nodes may be one machine."""
+    mine = {"SLURM_JOB_ID": number, "SLURMD_NODENAME": os.environ.get("SLURMD_NODENAME")}
+    chosen = []
+    for job in jobs:
+        envs = {rank.pid: found[rank.pid].env for rank in job.ranks}
+        here = [r for r in job.ranks if mine.items() <= envs[r.pid].items()]
+        chosen += [job._replace(ranks=here)] if here else []
+    return chosen
+
+
+def job_of(pid, found, jobs):
+    if pid not in found:
+        raise ValueError(f"no process {pid}")
+    below = ranks.tree(pid, found)
+    for job in jobs:
+        for rank in job.ranks:
+            if rank.pid in below or pid in ranks.tree(rank.pid, found):
+                return job
+    if not found[pid].python:
+        raise ValueError(f"{pid} is no Python process, and has started no rank")
+    return ranks.Job((), found[pid].command, [ranks.Rank(pid, 0, 1, 0, 1)])

@@ -1,0 +1,224 @@
+"""The looks: a few stacks of each rank, by py-spy, and what they say together."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from . import places, ranks, source
+
+LOOKS = 4  # a rank that works may be found at one line twice
+BUSY = 0.05  # of a core: it computes; a busy machine may give it little
+
+
+def py_spy():
+    """Its path, or None. It may lie beside a Python whose environment is not active."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    return shutil.which("py-spy") or (beside if os.access(beside, os.X_OK) else None)
+
+
+class Refused(Exception):
+    """py-spy may not read a process, or could not; its words."""
+
+
+def dump(pid, nonblocking=False):
+    """The threads of a process: its interpreter is read from outside, and runs nothing."""
+    words = [py_spy(), "dump", "--json", "--locals", "--pid", str(pid)]
+    words += ["--nonblocking"] if nonblocking else []
+    for last in (False, True):
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            raise Refused("py-spy took longer than 60 s") from None
+        if done.returncode == 0:
+            with contextlib.suppress(json.JSONDecodeError):
+                return json.loads(done.stdout)
+        if last or re.search("denied|not permitted", done.stderr):
+            raise Refused(done.stderr.strip() or "py-spy said nothing")
+        time.sleep(0.2)  # the interpreter was in the middle of a change
+
+
+def frames(thread):
+    """[(file, function, line)], the innermost first; functions without their class."""
+    found = thread["frames"]
+    return [(f["filename"], f["name"].rpartition(".")[2], f["line"]) for f in found]
+
+
+def main_thread(threads):
+    """The one that trains: that of the user's code, where it is not the main one (as in Ray)."""
+    main = next((t for t in threads if t["thread_name"] == "MainThread"), None)
+    theirs = [t for t in threads if any(places.is_users(file) for file, *_ in frames(t))]
+    if main and main in theirs:
+        return main
+    calls = [t for t in theirs if places.meaning(frames(t))[0] in places.WAITS]
+    return next(iter(calls or ([main] if main else theirs)), threads[0] if threads else None)
+
+
+def local(thread, name, end=""):
+    """The number in a local variable, of the innermost frame that has one; or None."""
+    for frame in thread["frames"]:
+        for one in frame["locals"] or []:
+            mine = frame["filename"].endswith(end) and one["name"] == name
+            if mine and (one["repr"] or "").isdigit():
+                return int(one["repr"])
+    return None
+
+
+class Look:
+    """One look at a process: the stack of the thread that trains, and its processor's time."""
+
+    def __init__(self, pid, nonblocking=False):
+        self.error, self.thread, self.stack = "", None, []
+        self.cpu, self.at = cpu(pid), time.monotonic()
+        try:
+            self.thread = main_thread(dump(pid, nonblocking))
+        except Refused as error:
+            self.error = str(error) if os.path.exists(f"/proc/{pid}") else "it has ended"
+        if self.thread:
+            self.stack = frames(self.thread)
+        self.sum = hashlib.sha256(json.dumps(self.what_changes()).encode()).hexdigest()
+
+    def what_changes(self):
+        """What is another from step to step: lines, and what the user's variables hold.
+
+        Only a sum of it is kept. A call that waits may ask again and again whether it is over: of
+        what is inside of it nothing counts.
+        """
+        if not self.thread:
+            return []
+        call = places.outermost(self.stack)
+        stack = self.stack[self.stack.index(call) :] if call else self.stack
+        mine = [f["locals"] for f in self.thread["frames"] if places.is_users(f["filename"])]
+        return [stack, mine]
+
+
+def cpu(pid):
+    """Seconds of processor time that a process has used, all its threads together."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = ranks.read(pid, "stat").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def looks_at(pids, seconds, nonblocking=False):
+    """{pid: [Look]}, LOOKS of each, spread over so many seconds."""
+    found = {pid: [] for pid in pids}
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(LOOKS):
+            time.sleep(max(0, began + seconds * number / (LOOKS - 1) - time.monotonic()))
+            for pid, one in zip(
+                pids, threads.map(lambda p: Look(p, nonblocking), pids), strict=True
+            ):
+                found[pid].append(one)
+    return found
+
+
+def seen(rank, looks, found):
+    """What was seen of a Rank, as a dict of plain values: see sight.FIELDS."""
+    last = looks[-1]
+    pid, stack = rank.pid, last.stack
+    known = {"rank": rank.rank, "size": rank.size, "here": rank.here, "local": rank.local}
+    known |= {"pid": pid, "error": last.error}
+    if not stack:
+        return known | {"state": "gone" if last.error == "it has ended" else "unread"}
+    mine = places.users_frame(stack)
+    file, function, line = mine or stack[-1]
+    text = source.text_of(pid, file, line)
+    gpu = pid in found and found[pid].gpu
+    kind, words = places.meaning(stack, gpu, text)
+    under, without = conditions(pid, stack)
+    seconds = max(last.at - looks[0].at, 0.1)
+    busy = (last.cpu - looks[0].cpu) / seconds
+    moved = len({one.sum for one in looks}) > 1
+    # With a GPU a rank that waits keeps its core busy, too.
+    works = moved or (busy > BUSY and not gpu)
+    known |= {"state": "works" if works else "stands", "kind": kind, "words": words}
+    known |= {"file": shown(pid, file), "line": line, "function": function, "text": text}
+    known |= {"under": under, "without": without, "seconds": round(seconds, 1)}
+    known |= {"gpu": gpu, "times": sum(meaning_of(one, gpu) == kind for one in looks)}
+    return known | {"workers": workers(pid, found) if kind == "loader" else []}
+
+
+def meaning_of(one, gpu):
+    return places.meaning(one.stack, gpu)[0] if one.stack else None
+
+
+def conditions(pid, stack):
+    """The conditions on a rank, and no_grad, around the innermost call that has one."""
+    under, without = "", False
+    for file, _, line in stack:
+        if places.is_users(file):
+            one, off = source.around(pid, file, line)
+            under, without = under or one, without or off
+    return under, without
+
+
+def shown(pid, file):
+    """A file's name from the folder in which its process was started."""
+    with contextlib.suppress(OSError):
+        inside = os.path.relpath(file, os.readlink(f"/proc/{pid}/cwd"))
+        return inside if not inside.startswith("..") else file
+    return file
+
+
+def workers(pid, found):
+    """[{"pid", "file", "line", "text", "disk"}] of a loader's; disk: it waits for one."""
+    said = []
+    for below in ranks.tree(pid, found)[1:]:
+        look = Look(below)
+        if not places.has(look.stack, places.WORKER):
+            continue
+        mine = places.users_frame(look.stack)
+        with contextlib.suppress(OSError):
+            state = ranks.read(below, "stat").rpartition(")")[2].split()[0]
+            file, _, line = mine or ("", "", 0)
+            known = {"pid": below, "file": shown(below, file) if file else "", "line": line}
+            known["text"] = source.text_of(below, file, line) if file else ""
+            said.append(known | {"disk": state == "D"})
+    return said
+
+
+def number_spawned(parent, found):
+    """mp.spawn's number of processes; a forkserver may stand between it and them."""
+    for pid in (parent, found[parent].parent):
+        thread = Look(pid).thread if pid in found and found[pid].python else None
+        number = thread and local(thread, "nprocs", places.SPAWNED)
+        if number:
+            return number
+    return None
+
+
+def spawned(found, jobs):
+    """[Job] of the ranks that mp.spawn, or a script itself, has started, read from their stacks."""
+    more = []
+    for parent, children in ranks.maybe_spawned(found, jobs).items():
+        members = []
+        for child in children:
+            look = Look(child.pid)
+            if places.has(look.stack, places.WORKER) or not places.has(look.stack, places.STARTED):
+                continue
+            number = local(look.thread, "i", places.SPAWNED)
+            if number is None:
+                number = local(look.thread, "rank")
+            members.append((child, number))
+        by_spawn = number_spawned(parent, found)
+        if len(members) > 1 or by_spawn:
+            size = by_spawn or len(members)
+            numbered = [n for _, n in members]
+            if None in numbered or len({*numbered}) < len(numbered):  # in the order of their start
+                numbered = list(range(len(members)))
+            pairs = zip(members, numbered, strict=True)
+            all_of = [ranks.Rank(child.pid, n, size, n, size) for (child, _), n in pairs]
+            all_of.sort(key=lambda rank: rank.rank)
+            above = found.get(found[parent].parent)
+            by_server = "multiprocessing.forkserver import" in found[parent].command and above
+            command = above.command if by_server else found[parent].command
+            more.append(ranks.Job((f"process {parent}",), command, all_of))
+    return more

@@ -1,0 +1,188 @@
+"""What is judged of the recorded calls: each judge is asked about one group. And the command."""
+
+import os
+
+from ..attach.words import Finding, names, they
+from .calls import ALIKE, groups_of
+from .read import dumps_in
+
+DIFFER = "doctor.md#the-processes-do-not-do-the-same"
+SKIPPED = "bugs.md#a-branch-that-depends-on-a-processs-own-data"
+JUDGES = []
+
+
+def judge(ask):
+    JUDGES.append(ask)
+    return ask
+
+
+def findings(dumps):
+    """[Finding] of {rank: dump}, the first of each group."""
+    answers = [
+        next(filter(None, (ask(group) for ask in JUDGES)), None) for group in groups_of(dumps)
+    ]
+    return [answer for answer in answers if answer]
+
+
+def by_call(row):
+    """ "rank 0 all_reduce [1] (train.py:73), rank 1 broadcast [64] (train.py:56)" """
+    said = {}
+    for rank, call in row.items():
+        said.setdefault(str(call), []).append(rank)
+    return ", ".join(f"{names(ranks)} {call}" for call, ranks in said.items())
+
+
+def first_that_differs(group):
+    """(number, {rank: Call}) of the first call that is not the same in all, or (None, None)."""
+    for number in group.numbers:
+        row = group.row(number) or {}
+        if (
+            len({(call.name, call.sizes if call.name in ALIKE else "") for call in row.values()})
+            > 1
+        ):
+            return number, row
+    return None, None
+
+
+@judge
+def left_out(group):
+    """A rank that skips a batch has a sum of gradients less; without stacks: one call like it."""
+    number, row = first_that_differs(group)
+    if row is None:
+        return None
+    for call in sorted(
+        row.values(), key=lambda call: (not call.backward, call.name != "all_reduce")
+    ):
+        counts = {rank: group.count(rank, call, number) for rank in row}
+        few = [rank for rank, count in counts.items() if count < max(counts.values())]
+        sums = call.backward or (call.name == "all_reduce" and min(counts.values()) > 0)
+        if few and sums:
+            other = row[few[0]]
+            text = f"{they(few, 'has')} left out a backward, or is past the loop: call {number} is "
+            text += (
+                f"{by_call(row)}, and of {call.name} {call.sizes} it has made {counts[few[0]]}, "
+            )
+            text += f"the others {max(counts.values())}"
+            return Finding(text, SKIPPED, other.line, mistake=True)
+    return None
+
+
+@judge
+def sizes_differ(group):
+    number, row = first_that_differs(group)
+    if row and len({call.name for call in row.values()}) == 1:
+        call = next(iter(row.values()))
+        text = (
+            f"call {number} is {call.name} in all, of tensors that are not alike: {by_call(row)}. "
+        )
+        text += "Pad them to one length, or exchange the lengths first"
+        return Finding(text, DIFFER, call.line, mistake=True)
+    return None
+
+
+@judge
+def other_calls(group):
+    number, row = first_that_differs(group)
+    if row:
+        line = next(iter(row.values())).line
+        return Finding(f"call {number} is not the same: {by_call(row)}", DIFFER, line, mistake=True)
+    return None
+
+
+@judge
+def some_stay_behind(group):
+    """A rank that has not come to a call that others have made."""
+    last = {rank: group.last(rank) for rank in group.calls}
+    behind = [rank for rank in last if last[rank] < max(last.values())]
+    if not behind:
+        return None
+    number = min(last[rank] for rank in behind) + 1
+    row = group.row(number)
+    if not row or all(call.done for call in row.values()):
+        return None
+    text = f"{they(behind, 'has')} not come to call {number}, which is {by_call(row)}"
+    before = group.calls[behind[0]].get(last[behind[0]])
+    text += f"; its last was {before}" if before else "; it has made none"
+    return Finding(text, DIFFER, before.line if before else "", mistake=True)
+
+
+@judge
+def no_answer(group):
+    """A send without its recv, or the other way round."""
+    tally = {}
+    for calls in group.messages.values():
+        for call in calls:
+            sends, recvs = tally.setdefault(call.peers, ([], []))
+            (sends if call.name == "send" else recvs).append(call)
+    for (source, target), (sends, recvs) in tally.items():
+        more, less = (sends, recvs) if len(sends) > len(recvs) else (recvs, sends)
+        seen = group.ranks[target if more is sends else source] in group.calls
+        if len(more) > len(less) and not more[-1].done and seen:
+            call = more[len(less)]
+            who, other = (source, target) if more is sends else (target, source)
+            ranks = [group.ranks[who], group.ranks[other]]
+            text = (
+                f"rank {ranks[0]} {call}: number {len(less) + 1} of its calls of {call.name} with "
+            )
+            text += f"rank {ranks[1]}, which has made {len(less)} of the other kind"
+            return Finding(text, "doctor.md#it-stands-still", call.line, mistake=True)
+    return None
+
+
+@judge
+def all_have_made_it(group):
+    """The same calls in all, and the last has not ended."""
+    absent = [rank for rank in group.ranks if rank not in group.calls]
+    number = max(group.numbers, default=0)
+    row = group.row(number)
+    pending = [rank for rank, call in (row or {}).items() if not call.done]
+    if not pending:
+        return None
+    if absent:
+        text = f"there is no file of {names(absent)}: it may have died, or stands elsewhere. The "
+        text += f"others wait in call {number}, {by_call(row)}"
+    else:
+        text = (
+            f"all ranks have made the same calls; {they(pending, 'has')} not ended call {number}, "
+        )
+        text += f"{by_call(row)}: the network, or a GPU"
+    return Finding(text, "faq.md#starting", row[pending[0]].line)
+
+
+def main(folder):
+    """Print what the files of a folder say; returns the exit code, as --attach does."""
+    if not os.path.isdir(folder):
+        print(f" doctor --dumps: {folder} is no folder")
+        return 2
+    dumps, left = dumps_in(folder)
+    for reason in left:
+        print(f" left out: {reason}")
+    if not dumps:
+        print(f" no file of the flight recorder in {folder}: their names end with the rank")
+        return 2
+    for line in lines(dumps):
+        print(f" {line}")
+    found = findings(dumps)
+    for one in found:
+        print(f" {one.line + '  ' if one.line else ''}{one.text}  → docs/{one.place}")
+    if not found:
+        print(" the ranks have made the same calls, and all have ended")
+    return 1 if any(one.mistake for one in found) else 3 if found else 0
+
+
+def lines(dumps):
+    """A line for each rank and group."""
+    groups = groups_of(dumps)
+    return [f"rank {r}: {said(g, r)}" for r in dumps for g in groups if r in g.calls]
+
+
+def said(group, rank):
+    """ "call 37 is the last, call 36 has ended; the last: broadcast [64] (train.py:56)" """
+    calls = group.calls[rank]
+    last = group.last(rank)
+    name = f" of group {group.name}" if group.name not in ("0", "") else ""
+    ended = max((number for number, call in calls.items() if call.done), default=0)
+    text = f"call {last}{name} is the last, call {ended} has ended" if calls else "no collective"
+    text += f"; the last: {calls[last]}" if calls else ""
+    messages = group.messages.get(rank)
+    return text + (f"; {len(messages)} messages" if messages else "")
