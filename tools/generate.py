@@ -376,7 +376,8 @@ def memory():
 def transformer():
     """{NAME: what stands in a block} of docs/transformer.md, but for the diffs."""
     divided = excerpt("minimal/transformer.py", "net = Net()", "optimizer = ")
-    made = {"transformer divided": divided}
+    plan = excerpt("minimal/tensor_parallel.py", "# Each process has some", "mesh=mesh[")
+    made = {"transformer divided": divided, "transformer plan": plan}
     rows = []
     for size, layers in ((1, 24), (7, 32)):  # billions
         shares = [f"{16 * size / processes:g}" for processes in (1, 2, 8)]
