@@ -30,7 +30,7 @@ SCRIPTS = ["distributed", *OTHERS]
 # The minimal script whose diff against minimal/distributed.py a page shows, and those it links.
 SHOWN = "by_hand"
 LINKED = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-LINKED += ["horovod_distributed", "fsdp_distributed"]
+LINKED += ["horovod_distributed", "fsdp_distributed", "hsdp_distributed"]
 # The folders of diffs that people wrote. Each diff names the script that it changes.
 WRITTEN = ["recipes", "bugs", "minimal/recipes/transformer"]
 

@@ -1,4 +1,4 @@
-"""minimal/tensor_parallel.py and minimal/pipeline.py: each trains as one process does.
+"""minimal/tensor_parallel.py and minimal/pipeline.py: each trains as one process does; HSDP.
 
 What they are compared with is written here: a plain loop over the net of minimal/transformer.py.
 """
@@ -189,8 +189,8 @@ def test_each_goes_on_from_the_others_file(trained, tmp_path):
     for epochs, name, ranks in [(2, "pipeline", 3), (3, "tensor_parallel", 2)]:
         good(copy(tmp_path, name, epochs), ranks=ranks, cwd=tmp_path)
         losses = losses + Run(tmp_path, name, ranks).losses
-    print("CHAIN", largest(losses, alone("tensor_parallel", 3)[0]))
-    assert largest(losses, alone("tensor_parallel", 3)[0]) < 1e-4
+
+    assert largest(losses, alone("tensor_parallel", 3)[0]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,27 @@ def test_a_file_that_one_process_lacks(name, tmp_path):
     codes, output = run_ranks(script, ranks=2, cwd=tmp_path)
     said = "the processes differ in (bytes in FILES, epochs in SAVED): [(12289, 1), (12289, 0)]"
     assert codes == [1, 1] and output.count(said) == 2
+
+
+def test_copies_of_fsdp_train_as_one(tmp_path):
+    """Two copies in two parts each, and one in four: the same weights, to rounding."""
+    weights = []
+    for name in ("hsdp", "fsdp"):
+        (tmp_path / name).mkdir()
+        text = (ROOT / f"minimal/{name}_distributed.py").read_text()
+        script = tmp_path / name / "script.py"
+        script.write_text(edited(text, [("EPOCHS = 5", "EPOCHS = 1")]))
+        good(script, ranks=4)
+        weights.append(torch.load(script.parent / "digits.pth"))
+    torch.testing.assert_close(*weights)
+
+
+def test_copies_that_do_not_divide_the_processes(tmp_path):
+    script = tmp_path / "script.py"
+    text = (ROOT / "minimal/hsdp_distributed.py").read_text()
+    script.write_text(edited(text, [("BATCH_SIZE = 64", "BATCH_SIZE = 63")]))
+    said = "3 processes must be a multiple of COPIES 2\n"
+    assert run_ranks(script, env={"WORLD_SIZE": 3}) == ([1], said)
 
 
 def other_loss(found, right):
