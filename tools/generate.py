@@ -30,7 +30,7 @@ SCRIPTS = ["distributed", *OTHERS]
 # The minimal script whose diff against minimal/distributed.py a page shows, and those it links.
 SHOWN = "by_hand"
 LINKED = ["multiprocessing_distributed", "distributed_slurm_main", "apex_distributed"]
-LINKED += ["horovod_distributed", "fsdp_distributed"]
+LINKED += ["horovod_distributed", "fsdp_distributed", "hsdp_distributed"]
 # The folders of diffs that people wrote. Each diff names the script that it changes.
 WRITTEN = ["recipes", "bugs", "minimal/recipes/transformer"]
 
@@ -376,7 +376,8 @@ def memory():
 def transformer():
     """{NAME: what stands in a block} of docs/transformer.md, but for the diffs."""
     divided = excerpt("minimal/transformer.py", "net = Net()", "optimizer = ")
-    made = {"transformer divided": divided}
+    plan = excerpt("minimal/tensor_parallel.py", "# Each process has some", "mesh=mesh[")
+    made = {"transformer divided": divided, "transformer plan": plan}
     rows = []
     for size, layers in ((1, 24), (7, 32)):  # billions
         shares = [f"{16 * size / processes:g}" for processes in (1, 2, 8)]

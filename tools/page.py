@@ -39,7 +39,8 @@ DOCTOR = [
     (r"^\*\*Doctor\*\*: no\. ", "[The doctor](doctor.md) does not name it. "),
     (r"^\*\*医生\*\*\W(.*?)。", r"[训练脚本医生](doctor.zh-CN.md)\1。"),
 ]
-# The starts with the processes of minimal/distributed.py, which the mistakes are diffs against.
+# The mistakes that the page shows are diffs against this script. The starts with its processes:
+MISTAKEN = "minimal/distributed.py"
 LIKE_TORCHRUN = ["torchrun", "spawn", "slurm", "apex"]
 
 NODES = "torchrun --nnodes=2 --node-rank={} --nproc-per-node=4 --master-addr=HOST $file"
@@ -84,6 +85,7 @@ def mistakes(diffs):
                 form = f"text <!-- generated: bug {name} -->, a line <!-- end -->, **Doctor**: ..."
                 raise ValueError(f"docs/bugs{ending}.md has no section of the form: {form}")
     script = compose.script("torchrun").splitlines()
+    found = {n: said for n, said in found.items() if diffs[n].startswith(f"--- {MISTAKEN}\n")}
     return [{"name": n, "hunks": hunks(diffs[n], script), **said} for n, said in found.items()]
 
 

@@ -72,7 +72,16 @@ def class_folders(folder):
 def started(path, start, ranks=2, env=None):
     """(whether it ended well, its output) of a script, started as it says."""
     folder, env = path.parent, env or {}
-    if start in ("one_gpu", "dataparallel", "torchrun", "fsdp", "accelerate", "slurm", "apex"):
+    if start in (
+        "one_gpu",
+        "dataparallel",
+        "torchrun",
+        "fsdp",
+        "hsdp",
+        "accelerate",
+        "slurm",
+        "apex",
+    ):
         before = ""
         if start == "slurm":
             before = SLURM

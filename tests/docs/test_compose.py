@@ -147,7 +147,7 @@ def test_the_pages_have_the_reasons():
 # ---- What the scripts do.
 
 
-ALIKE = ["torchrun", "spawn", "slurm", "fsdp", "horovod", "fabric", "ray"]
+ALIKE = ["torchrun", "spawn", "slurm", "fsdp", "hsdp", "horovod", "fabric", "ray"]
 # On each start by hand, on some of them by CI: the rest takes half an hour.
 SOAK = pytest.mark.soak
 NEUTRAL = ["loss", "f1", "best", "early_stopping", "predictions", "workers", "dict_batches"]

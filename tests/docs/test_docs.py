@@ -122,6 +122,7 @@ TESTED = {
     r".* minimal/(segmentation|gan)\.py": "docs/test_tasks.py::test_the_command_learns",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",
     r"torchrun .* minimal/transformer\.py": "docs/test_transformer.py::test_learns",
+    r"torchrun .* minimal/(tensor_p\w+|pipeline)\.py": "docs/test_beyond.py::test_trains_as_one_",
     r"patch minimal/transformer\.py .*": "docs/test_transformer.py::test_other_strategies",
     r"python -m torch\.distributed\.checkpoint\..*": "docs/test_transformer.py::test_learns",
     any_of(in_docstrings("minimal/libraries")): "docs/test_libraries.py::test_trains",

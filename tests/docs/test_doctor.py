@@ -67,7 +67,12 @@ NOT_NAMED = {
     "f1_per_process",
     "longer_schedule",
     "mean_of_means",
+    "pipeline_clip_per_stage",
+    "pipeline_sampler_by_rank",
     "ratio_per_process",
+    "tensor_clip_own_part",
+    "tensor_qkv_cut",
+    "tensor_sampler_by_rank",
 }
 WHOLE = {"early_stop_on_rank_0", "schedule_of_one_gpu"}  # all five epochs
 

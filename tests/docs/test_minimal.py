@@ -20,7 +20,13 @@ from tests.docs.copies import USER, accuracy, commands_of, edited, equal, predic
 from tests.docs.ranks import good
 from tests.launched import cmdline
 
-TASKS = {"transformer", "segmentation", "gan"}  # with tests of their own
+TASKS = {
+    "transformer",
+    "tensor_parallel",
+    "pipeline",
+    "segmentation",
+    "gan",
+}  # with tests of their own
 NAMES = sorted({path.stem for path in (ROOT / "minimal").glob("*.py")} - TASKS)
 
 

@@ -26,12 +26,13 @@ def train(folder, ranks, epochs, *edits, diff=None, before=""):
     return losses(good(script, ranks=ranks, before=before))
 
 
-def copy(folder, epochs, *edits, diff=None):
+def copy(folder, epochs, *edits, diff=None, sample=True):
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT.read_text())
     assert diff is None or patched(script, f"minimal/recipes/transformer/{diff}.diff")
-    edits = [("EPOCHS = 4", f"EPOCHS = {epochs}"), ("range(300)", "range(5)"), *edits]
+    edits = [("EPOCHS = 4", f"EPOCHS = {epochs}"), *edits]
+    edits += [("range(300)", "range(5)")] * sample
     script.write_text(edited(script.read_text(), [(FILES, f"FILES = [Path('{TEXT}')]"), *edits]))
     return script
 
@@ -122,6 +123,30 @@ def test_goes_on_with_another_number_of_processes(straight, tmp_path):
 def test_other_strategies_train_alike(diff, ranks, straight, tmp_path):
     found = train(tmp_path, ranks, 2, diff=diff)
     assert found == pytest.approx({epoch: straight[1][epoch] for epoch in (0, 1)}, abs=0.01)
+
+
+GRADIENTS = """            loss.backward()
+            if not os.path.exists(f"gradients{rank}.pth"):  # whole ones, of the first step
+                whole = {name: weight.grad.full_tensor() for name, weight in net.named_parameters()}
+                torch.save([loss.item(), whole], f"gradients{rank}.pth")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_of_the_length_train_as_whole_windows(ranks, tmp_path):
+    """Loss and gradients of the first step, as of one process; and the loss of the validation."""
+    printed, first = [], []
+    for name, number, diff in (("whole", 1, None), ("parts", ranks, "ulysses")):
+        edits = [("            loss.backward()\n", GRADIENTS)]
+        script = copy(tmp_path / name, 1, *edits, diff=diff, sample=not diff)
+        output = good(script, ranks=number)
+        printed.append(float(re.search(r"epoch 0: loss (.*)", output)[1]))
+        found = [torch.load(script.parent / f"gradients{rank}.pth") for rank in range(number)]
+        first.append((sum(loss for loss, _ in found) / number, found[0][1]))
+    (whole, right), (parts, gradients) = first
+    assert abs(whole - parts) < 1e-6
+    assert max((right[name] - gradients[name]).abs().max() for name in right) < 1e-6
+    assert printed[0] == pytest.approx(printed[1], abs=2e-3)
 
 
 def test_without_gpus_on_an_old_torch(tmp_path):
