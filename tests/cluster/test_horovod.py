@@ -17,9 +17,9 @@ from conftest import (
     rows,
     run,
     same_state,
-    torchrun,
 )
 
+from tests.docs.ranks import good
 from tests.launched import FLAGS, IN_ROOT, same_run, straight
 
 # In CI a missing Horovod fails the tests: they start a horovodrun that is not there.
@@ -45,8 +45,9 @@ def test_is_the_same_as_ddp_in_fp16(work, tmp_path):
 def test_is_the_same_as_ddp_in_channels_last(work, tmp_path):
     """Its depthwise convolutions would differ, if the model were contiguous."""
     flags = "--arch shufflenet_v2_x0_5 --image-size 32 --batch-size 32 --max-steps 3".split()
-    for name, command in {"hvd": [*HOROVODRUN, SCRIPT], "ddp": torchrun(2)}.items():
-        run([*command, *flags, "--checkpoint-dir", tmp_path / name], work, env=ONE_THREAD)
+    run([*HOROVODRUN, SCRIPT, *flags, "--checkpoint-dir", tmp_path / "hvd"], work, env=ONE_THREAD)
+    ddp = [ROOT / "distributed.py", *flags, "--checkpoint-dir", tmp_path / "ddp"]
+    good(*ddp, ranks=2, cwd=work)
     assert same_state(load(tmp_path / "hvd"), load(tmp_path / "ddp"))
 
 

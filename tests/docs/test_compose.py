@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, needs_horovod, run
+from conftest import PYTHON, ROOT, full, needs_horovod, run
 
 import compose
 from tests.docs import composed
@@ -48,7 +48,10 @@ def small_combinations(most):
             yield start, data, chosen
 
 
-@pytest.mark.parametrize("most, more", [(1, 150), pytest.param(3, 6000, marks=pytest.mark.full)])
+# Choices of three that are said together in a condition are in some of the combinations by chance.
+@pytest.mark.parametrize(
+    "most, more", [(1, 150), full(2, 3000), pytest.param(3, 6000, marks=pytest.mark.soak)]
+)
 def test_every_script_is_clean(most, more, tmp_path):
     """Each imports what it uses and no more, knows its names, and is written as ruff would."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

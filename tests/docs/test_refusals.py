@@ -22,8 +22,11 @@ def parent_of(pid):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ignored", [[], ["--ignore-signal=INT"]], ids=["", "background job"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number, ignored",
+    [(signal.SIGTERM, []), (signal.SIGKILL, ["--ignore-signal=INT"])],
+    ids=["SIGTERM", "SIGKILL to a background job"],
+)
 def test_what_mp_spawn_started_ends_with_it(number, ignored, tmp_path):
     """Its loaders' workers too, and where SIGINT is ignored, as in a shell's background job."""
     path = write(tmp_path, "spawn", features=["workers"], epochs=500)

@@ -1,6 +1,7 @@
 """minimal/transformer.py and the diffs against it: what they train, keep, save and resume."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -59,13 +60,20 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=GPU)])
 def test_learns(ranks, tmp_path):
-    """As the docstring's command starts it. Two checkpoints are kept; one becomes a file."""
+    """As the docstring's command starts it. Two checkpoints are kept; one becomes a file.
+
+    Its text is a quarter of the pages: with all of them it takes four times as long.
+    """
+    for name in ("minimal/transformer.py", "docs/bugs.md"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
     (command,) = commands_of(SCRIPT.read_text())
-    command = command.replace("minimal/", f"{ROOT}/minimal/").replace("node=2", f"node={ranks}")
+    command = command.replace("node=2", f"node={ranks}")
     env = USER | {"OMP_NUM_THREADS": "1"}
     output = run(["env", *command.split()], tmp_path, timeout=300, env=env)
     found = losses("epoch 0" + output.split("epoch 0", 1)[1])
-    assert [*found] == [0, 1, 2, 3] and found[3] < 2.0 < found[0]
+    # From how often each byte comes, and no more, it is 3.4.
+    assert [*found] == [0, 1, 2, 3] and found[3] < 3.0 and found[3] + 0.2 < found[0]
     assert {path.name for path in (tmp_path / "transformer").iterdir()} == {"3", "4"}
     (command,) = re.findall(r"`(python -m torch\.distributed\.checkpoint.*?)`", PAGE)
     run(["env", *command.split()], tmp_path, env=USER)

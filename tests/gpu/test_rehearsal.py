@@ -132,11 +132,28 @@ def test_a_gpu_that_is_full_is_one_line(gpus, train):
     assert re.fullmatch(line, output), output
 
 
+# The minute more that NCCL is given is not waited for.
+SOONER = f"""
+import runpy
+from longrun.watch import Watch
+
+real = Watch.__init__
+
+def init(watch, rank, run, seconds):
+    real(watch, rank, run, seconds)
+    assert watch.seconds == seconds + 60
+    watch.seconds -= 60
+
+Watch.__init__ = init
+runpy.run_path({str(ROOT / "distributed.py")!r}, run_name="__main__")
+"""
+
+
 def test_a_gpu_that_hangs_in_training_is_noticed(gpus, train):
     """In a launch, which waits when the queue is full, as in a synchronisation."""
     env = gpus(1, REHEARSAL_HANG="launch:6000")
-    output = train(python(), env, "--dist-timeout", 5, code=1)
-    end = r"rank 0 failed at epoch 1 step \d+: no progress for 65 s; see the stack"
+    output = train([PYTHON, "-c", SOONER], env, "--dist-timeout", 15, code=1)
+    end = r"rank 0 failed at epoch 1 step \d+: no progress for 15 s; see the stack"
     assert re.search(end, output), output
 
 
