@@ -33,7 +33,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests import nets
 from tests.docs.copies import cached_weights, copy, dying, equal, joined
-from tests.docs.ranks import run_ranks
+from tests.docs.ranks import good, run_ranks
 
 pytestmark = pytest.mark.full
 PAGE = (ROOT / "docs/recipes.md").read_text()
