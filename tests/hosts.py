@@ -15,8 +15,8 @@ needs_hosts = pytest.mark.skipif(
 )
 
 # 250 steps, 29 an epoch; any number of processes trains the same, but for rounding.
-FLAGS = "--arch tests.nets:smooth --image-size 24 --batch-size 48 -p 1 -j 1".split()
-FLAGS += "--epochs 9 --max-steps 250".split()
+MODEL = "--arch tests.nets:smooth --image-size 24 --batch-size 48 -p 1 -j 1".split()
+FLAGS = [*MODEL, *"--epochs 9 --max-steps 250".split()]
 STEP = r"^epoch \d+/\d+ \[\d+/"  # a line of its output
 
 

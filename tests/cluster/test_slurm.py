@@ -13,7 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ONE_THREAD, PYTHON, ROOT, Job, full, last_result, load, rows, run, same_state
+from conftest import (
+    ONE_THREAD,
+    PYTHON,
+    ROOT,
+    Job,
+    each,
+    full,
+    last_result,
+    load,
+    rows,
+    run,
+    same_state,
+)
 
 from tests.docs.copies import joined
 from tests.launched import (
@@ -94,8 +106,8 @@ def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_pa
     assert [*tmp_path.glob("file.*")] == stale and len(stale) == ("--dist-file" in command)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", ["a stopped process", "a pipe"])
+# A process that waits for an image ends itself, as in tests/run/test_faults.py.
+@pytest.mark.parametrize("fault", each(["a stopped process", "a pipe"], by_hand=["a pipe"]))
 def test_a_hang_ends_the_step(fault, work, tmp_path):
     """SIGSTOP, which Slurm does not see; an image that is never read to its end."""
     flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c", "--dist-timeout", "10"]
@@ -137,8 +149,9 @@ def test_command_of_the_documents(command, work, tmp_path):
     (tmp_path / "data").symlink_to(work / "data")
     line = command.replace("/path/to/imagenet", "data/digits --epochs 1")
     line = re.sub(r"(-c |NCPU=)(\d+)", lambda c: f"{c[1]}{int(c[2]) // 4}", line)  # nodes have 8
+    line = line.replace("-per-node=4", "-per-node=2")
     output = run(["env", *line.split(), *FLAGS, "--max-steps", "2"], tmp_path)
-    assert f"processes: {8 if 'ntasks' in command else 2}, gloo, cpu" in output
+    assert f"processes: {4 if 'ntasks' in command else 2}, gloo, cpu" in output
     assert "start.sh" not in command or re.search(r"^\+ srun -K -N2 --gres gpu:\d -c", output)
     last_result(output)
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, run, torchrun
+from conftest import PYTHON, ROOT, run
 
 from tests.docs.copies import USER, accuracy, commands_of, equal
 from tests.docs.ranks import good
@@ -55,9 +55,10 @@ def facts(tmp_path_factory):
     @cache
     def once(name):
         folder = tmp_path_factory.mktemp(name)
-        by_torchrun = name in ("hand", "accelerate")
-        command = torchrun(2, FACTS) if by_torchrun else [PYTHON, ROOT / FACTS]
-        start([*map(str, command), name, "facts.json"], folder)
+        if name in ("hand", "accelerate"):  # which torchrun would start
+            good(ROOT / FACTS, name, "facts.json", ranks=2, cwd=folder)
+        else:
+            start([PYTHON, str(ROOT / FACTS), name, "facts.json"], folder)
         return json.loads((folder / "facts.json").read_text())
 
     return once

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from conftest import each
 from PIL import Image
 from torch.testing import assert_close
 
@@ -359,7 +360,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("case", POINTS, ids=str)
+@pytest.mark.parametrize("case", each(POINTS, POINTS[::3]), ids=str)
 def test_equals_one_process_or_says_why_not(case, tmp_path):
     assert not verdict(case, tmp_path)
 

@@ -53,10 +53,12 @@ def test_an_image_that_is_lost_ends_the_evaluation(work):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("level", ["-O", "-OO"])
-def test_the_unit_tests(level):
-    """pytest keeps the asserts of tests, as it has rewritten them; the last one shows that."""
-    command = [PYTHON, level, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
+def test_the_unit_tests():
+    """pytest keeps the asserts of tests, as it has rewritten them; the last one shows that.
+
+    -OO drops all that -O does, and docstrings.
+    """
+    command = [PYTHON, "-OO", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
     command += ["tests/unit", "--deselect", "tests/unit/test_optimized.py"]
     ended = subprocess.run(
         command,
