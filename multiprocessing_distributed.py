@@ -255,7 +255,8 @@ def train(batches, model, checkpoints, report, stop, watch, rank, world_size):
         # Not in every step: to read numbers, the CPU waits for the GPU and for all processes.
         if save_now or at_end or progress.step % args.print_freq == 0:
             checksum = checkpoints.checksum()  # of the weights: are they the same in all processes?
-            more = sums.new_tensor([stop.requested.is_set(), checksum, checksum**2])
+            asked = torch.full_like(checksum, stop.requested.is_set())
+            more = torch.stack([asked, checksum, checksum**2])
             means = reduce_mean(torch.cat([sums, more]), world_size)
             loss_sum, acc1_sum, acc5_sum, asked, checksum, square = means.tolist()
             sums.zero_()

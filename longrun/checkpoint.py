@@ -25,6 +25,7 @@ FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
 KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "best_epoch", "state_dict", "optimizer"}
 KEYS |= {"optimizer_type", "scaler", "meters", "more", "classes", "args"}  # of a checkpoint
 SMALL = 2**20 - 3  # a prime: of numbers below it the squares, summed up in float64, are exact
+FACTOR = 648_055  # SMALL divided by the golden ratio: multiples of it are far from each other
 TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.[0-9]+\.tmp")
 
 
@@ -196,15 +197,17 @@ class Checkpoints:
         cut_lines(self.file(METRICS), self.progress.epoch, self.progress.step)
 
     def checksum(self):
-        """A number for all bits of the weights: below SMALL, so that sums of its square are exact.
+        """A number for all bits of the weights, float64 [] on their device: the CPU need not wait.
 
         Processes whose weights were trained alike have the same, in any memory format: the mean of
-        its square is then the square of its mean.
+        its square is then the square of its mean. It is below SMALL, so that sums of squares are
+        exact, and another one for a single other bit differs by much.
         """
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         weights = [torch.view_as_real(x) if x.is_complex() else x for x in self.net.parameters()]
         bits = [x.detach().view(whole[x.element_size()]) for x in weights]
-        return small_hash(int(sum(x.sum(dtype=torch.int64) for x in bits)))
+        total = torch.as_tensor(sum(x.sum(dtype=torch.int64) for x in bits))
+        return (total % SMALL * FACTOR % SMALL).double()
 
     def save(self, row=None, is_best=False):
         """Rank 0: write checkpoint.pth; the one before becomes checkpoint.prev.pth.

@@ -164,7 +164,7 @@ def test_a_checksum_is_of_all_bits_of_the_weights(tmp_path):
         assert run.checksum() == before and 0 < before < 2**20
         bits = run.net[0].weight.data.view(getattr(torch, f"int{number + 1}"))
         bits[0, 0, 0, 0] ^= -1 << number  # the highest bit
-        assert run.checksum() != before
+        assert abs(run.checksum() - before) > 1000  # else a mean of many processes would hide it
     run.net = torch.nn.ParameterList([torch.ones(2, dtype=torch.complex128)])
     before = run.checksum()
     run.net[0].data[0] = 2
