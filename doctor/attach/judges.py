@@ -29,10 +29,11 @@ def one_is_gone(sight):
     left = waiting(sight)
     if not sight.gone or not left:
         return None
-    text = f"{they(sight.gone, 'is')} gone, ended or killed: {they(left, 'waits')} in vain. Look at the "
-    text += (
-        "end of its output; if it has none, `dmesg` says whether the kernel killed it for memory"
+    text = (
+        f"{they(sight.gone, 'is')} gone, ended or killed: {they(left, 'waits')} in vain. Look at "
     )
+    text += "the end of its output; without an error there, `dmesg` says whether the kernel killed "
+    text += "it for memory"
     return Finding(text, "bugs.md#rank-0-stops-early", at(left[0]))
 
 
@@ -99,7 +100,8 @@ def they_wait_for_one_that_works(sight):
     text += f", {they(left, 'waits')} for it: no hang by now. Look again, with --seconds 60"
     slow = [one for one in busy if one["kind"] in ("loader", "data") and one["times"] > 2]
     if slow and left:
-        text = f"{they(slow, 'reads')} data in most looks ({at(slow[0])}), {they(left, 'waits')}: a slow loader"
+        text = f"{they(slow, 'reads')} data in most looks ({at(slow[0])}), {they(left, 'waits')}: "
+        text += "a slow loader"
         return Finding(text, "debugging.md#who-waits-where", at(slow[0]), hangs=False)
     rank = f", {names([busy[0]['rank']])} under `{busy[0]['under']}`" if busy[0]["under"] else ""
     return Finding(text + rank, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
@@ -223,6 +225,13 @@ def all_in_one_place(sight):
     if not left or len(left) < len(sight.ranks) or sight.elsewhere:
         return None
     one = left[0]
+    if one["kind"] == "gpu" and not one["sure"]:
+        text = (
+            f"all ranks wait for their GPUs at {at(one)}: they compute, or stand. Look again, with "
+        )
+        return Finding(
+            text + "--seconds 60", "doctor.md#a-job-that-hangs-now", at(one), hangs=False
+        )
     if one["kind"] == "message":
         text = f"all ranks wait in {one['words']} at {at(one)}: each for a message that none sends"
         return Finding(text, STANDS, at(one), mistake=True)

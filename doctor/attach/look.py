@@ -142,7 +142,11 @@ def seen(rank, looks, found):
     known |= {"state": "works" if works else "stands", "kind": kind, "words": words}
     known |= {"file": shown(pid, file), "line": line, "function": function, "text": text}
     known |= {"under": under, "without": without, "seconds": round(seconds, 1)}
-    known |= {"gpu": gpu, "times": sum(meaning_of(one, gpu) == kind for one in looks)}
+    # A loop outside of any function shows no variables: on a GPU each step looks like the last.
+    sure = not gpu or any(
+        f["locals"] for f in last.thread["frames"] if places.is_users(f["filename"])
+    )
+    known |= {"sure": sure, "gpu": gpu, "times": sum(meaning_of(one, gpu) == kind for one in looks)}
     return known | {"workers": workers(pid, found) if kind == "loader" else []}
 
 

@@ -9,7 +9,8 @@ FORMAT = "doctor --attach 1"  # the first entry of a file
 # kind, words: see places.py; file, line, function, text: of the user's code
 # under: the condition on a rank around it; without: inside of no_grad()
 # seconds: between the first look and the last; times: in how many of them it was in this kind
-# workers: of its loader, see look.workers(); gpu: whether it uses one
+# sure: that it stands, and not only waits for a GPU; gpu: whether it uses one
+# workers: of its loader, see look.workers()
 
 
 class Sight:
