@@ -1,6 +1,7 @@
 """python doctor --attach: it names why a job hangs that others have started, and harms none."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ from conftest import PYTHON, ROOT, Job, run, torchrun
 
 from tests.docs.copies import USER, equal, patched
 from tests.docs.ranks import be_a_rank, forks
+from tests.docs.test_docs import anchors
 
 ATTACH = [PYTHON, ROOT / "doctor", "--attach"]
 # Where Yama lets a process be read by its parents alone, these ask to be read.
@@ -179,7 +181,7 @@ for call in calls:
     "a download": (
         "if rank == 0:\n    time.sleep(3600)  # downloads\ndist.barrier()\n",
         "time.sleep",
-        r"rank 1 waits in barrier for rank 0, which stands at .* `time\.sleep",
+        r"rank 1 waits in barrier for rank 0, seen at .* `time\.sleep",
         "bugs.md#rank-0-prepares-for-longer-than-the-timeout",
         3,
     ),
@@ -290,6 +292,22 @@ dist.barrier()
     with job(tmp_path, text) as ranks:
         output = attach_when_it_stands(ranks[1].pid, code=3)
     assert found(output)[2] == "debugging.md#stop-in-a-line", output
+
+
+def test_a_rank_that_was_stopped(tmp_path):
+    with job(tmp_path, "if rank == 0:\n    dist.barrier()\ntime.sleep(3600)\n") as ranks:
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        output = attach("--seconds", 0.5, ranks[0].pid, code=3)
+        assert f"rank 1 is stopped, by SIGSTOP or a debugger: `kill -CONT {ranks[1].pid}`" in output
+
+
+def test_every_place_is_a_heading():
+    text = "".join(path.read_text() for path in (ROOT / "doctor").glob("attach/judges.py"))
+    text += (ROOT / "doctor/recorder/compare.py").read_text()
+    places = set(re.findall(r'"(\w+\.md)#([\w-]+)"', text))
+    assert len(places) > 8
+    for page, heading in places:
+        assert heading in anchors((ROOT / "docs" / page).read_text()), (page, heading)
 
 
 # ---- The commands of the page, with torchrun
