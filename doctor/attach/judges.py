@@ -18,10 +18,23 @@ def findings(sight):
 
 @judge
 def cannot_see(sight):
-    """Nothing is said of ranks that could not be read, nor of the others then."""
-    if sight.that("unread") and not sight.that("stands") and not sight.that("works"):
-        return Finding("no rank could be read", "doctor.md#a-job-that-hangs-now", hangs=False)
-    return None
+    """Nothing is said of ranks that could not be read, nor why the others wait."""
+    closed, left = sight.that("unread"), waiting(sight)
+    if not closed:
+        return None
+    text = f"{of(closed)} could not be read"
+    text += f"; {they(left, 'waits')}, perhaps for it: {where(left)}" if left else ""
+    return Finding(text, "doctor.md#a-job-that-hangs-now", hangs=bool(left))
+
+
+@judge
+def one_is_stopped(sight):
+    held = sight.that("stopped")
+    if not held:
+        return None
+    pids = " ".join(str(one["pid"]) for one in held)
+    text = f"{they(held, 'is')} stopped, by SIGSTOP or a debugger: `kill -CONT {pids}`"
+    return Finding(text, "doctor.md#a-job-that-hangs-now")
 
 
 @judge
@@ -29,10 +42,11 @@ def one_is_gone(sight):
     left = waiting(sight)
     if not sight.gone or not left:
         return None
-    text = f"{they(sight.gone, 'is')} gone, ended or killed: {they(left, 'waits')} in vain. Look at the "
-    text += (
-        "end of its output; if it has none, `dmesg` says whether the kernel killed it for memory"
+    text = (
+        f"{they(sight.gone, 'is')} gone, ended or killed: {they(left, 'waits')} in vain. Look at "
     )
+    text += "the end of its output; without an error there, `dmesg` says whether the kernel killed "
+    text += "it for memory"
     return Finding(text, "bugs.md#rank-0-stops-early", at(left[0]))
 
 
@@ -99,7 +113,8 @@ def they_wait_for_one_that_works(sight):
     text += f", {they(left, 'waits')} for it: no hang by now. Look again, with --seconds 60"
     slow = [one for one in busy if one["kind"] in ("loader", "data") and one["times"] > 2]
     if slow and left:
-        text = f"{they(slow, 'reads')} data in most looks ({at(slow[0])}), {they(left, 'waits')}: a slow loader"
+        text = f"{they(slow, 'reads')} data in most looks ({at(slow[0])}), {they(left, 'waits')}: "
+        text += "a slow loader"
         return Finding(text, "debugging.md#who-waits-where", at(slow[0]), hangs=False)
     rank = f", {names([busy[0]['rank']])} under `{busy[0]['under']}`" if busy[0]["under"] else ""
     return Finding(text + rank, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
@@ -166,6 +181,11 @@ def some_have_left(sight):
     return None
 
 
+def skips(back):
+    """The last line before backward that ends a turn of its loop, or ""."""
+    return f"`{back['leaves'][-1][1]}` (line {back['leaves'][-1][0]})" if back["leaves"] else ""
+
+
 @judge
 def gradients_that_do_not_come(sight):
     """In backward DDP adds up gradients: all ranks must come to it, as often."""
@@ -175,10 +195,13 @@ def gradients_that_do_not_come(sight):
         return None
     text = f"{they(back, 'waits')} in backward for gradients that do not come: {where(others)}. "
     if all(one["kind"] == "forward" and one["function"] == back[0]["function"] for one in others):
-        text += "It has left out a backward: a batch skipped on that rank alone (`continue`)?"
+        text += "A backward was left out: a batch skipped on one rank alone"
+        text += f", at {skips(back[0])}?" if skips(back[0]) else "?"
         place = "bugs.md#a-branch-that-depends-on-a-processs-own-data"
     else:
-        text += "It is past the training loop: has it a batch less, or left the loop earlier?"
+        past = [one for one in others if one["kind"] != "forward"] or others
+        text += f"{they(past, 'is')} past the training loop, or elsewhere: a batch less"
+        text += f", or one skipped at {skips(back[0])}?" if skips(back[0]) else "?"
         place = "bugs.md#one-process-has-one-step-more"
     return Finding(text, place, at(back[0]), mistake=True)
 
@@ -191,11 +214,11 @@ def one_is_elsewhere(sight):
     if not idle or not left:
         return None
     doing = f" in {idle[0]['words']}" if idle[0]["words"] else ""
-    text = f"{they(left, 'waits')} in {left[0]['words']} for {of(idle)}, which stands{doing} at "
+    text = f"{they(left, 'waits')} in {left[0]['words']} for {of(idle)}, seen{doing} at "
     text += at(idle[0])
     text += f" `{idle[0]['text']}`" if idle[0]["text"] else ""
     place = "bugs.md#rank-0-prepares-for-longer-than-the-timeout"
-    return Finding(f"{text}, and computes nothing", place, at(idle[0]))
+    return Finding(f"{text}, where nothing is computed", place, at(idle[0]))
 
 
 @judge
@@ -210,8 +233,12 @@ def calls_do_not_match(sight):
         return Finding(
             text + "must send first, the other receive", STANDS, at(left[0]), mistake=True
         )
-    text = f"the ranks do not make the same calls: {where(left)}. Which of these lines does a rank "
-    text += "reach that another does not, or earlier?"
+    text = f"the ranks do not make the same calls: {where(left)}. "
+    odd = next((group[0] for group in groups if group[0]["when"]), None)
+    if odd:
+        text += f"{at(odd)} is reached under `{odd['when']}`: is that the same in all?"
+    else:
+        text += "Which of these lines does a rank reach that another does not, or earlier?"
     place = "doctor.md#the-processes-do-not-do-the-same"
     return Finding(text, place, at(groups[0][0]), mistake=True)
 
@@ -223,6 +250,13 @@ def all_in_one_place(sight):
     if not left or len(left) < len(sight.ranks) or sight.elsewhere:
         return None
     one = left[0]
+    if one["kind"] == "gpu" and not one["sure"]:
+        text = (
+            f"all ranks wait for their GPUs at {at(one)}: they compute, or stand. Look again, with "
+        )
+        return Finding(
+            text + "--seconds 60", "doctor.md#a-job-that-hangs-now", at(one), hangs=False
+        )
     if one["kind"] == "message":
         text = f"all ranks wait in {one['words']} at {at(one)}: each for a message that none sends"
         return Finding(text, STANDS, at(one), mistake=True)

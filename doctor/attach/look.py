@@ -23,6 +23,9 @@ def py_spy():
     return shutil.which("py-spy") or (beside if os.access(beside, os.X_OK) else None)
 
 
+STOPPED, ENDED = "it was stopped", "it has ended"  # errors of a Look
+
+
 class Refused(Exception):
     """py-spy may not read a process, or could not; its words."""
 
@@ -74,14 +77,16 @@ class Look:
     """One look at a process: the stack of the thread that trains, and its processor's time."""
 
     def __init__(self, pid, nonblocking=False):
-        self.error, self.thread, self.stack = "", None, []
+        self.error, self.thread, self.stack, self.sum = "", None, [], ""
         self.cpu, self.at = cpu(pid), time.monotonic()
+        if state(pid) == "T":  # py-spy cannot read it then
+            self.error = STOPPED
+            return
         try:
             self.thread = main_thread(dump(pid, nonblocking))
         except Refused as error:
-            self.error = str(error) if os.path.exists(f"/proc/{pid}") else "it has ended"
-        if self.thread:
-            self.stack = frames(self.thread)
+            self.error = str(error) if state(pid) not in ("", "Z") else ENDED
+        self.stack = frames(self.thread) if self.thread else []
         self.sum = hashlib.sha256(json.dumps(self.what_changes()).encode()).hexdigest()
 
     def what_changes(self):
@@ -96,6 +101,13 @@ class Look:
         stack = self.stack[self.stack.index(call) :] if call else self.stack
         mine = [f["locals"] for f in self.thread["frames"] if places.is_users(f["filename"])]
         return [stack, mine]
+
+
+def state(pid):
+    """The kernel's letter: R runs, S sleeps, D waits for a disk, T was stopped; or ""."""
+    with contextlib.suppress(OSError, IndexError):
+        return ranks.read(pid, "stat").rpartition(")")[2].split()[0]
+    return ""
 
 
 def cpu(pid):
@@ -127,13 +139,12 @@ def seen(rank, looks, found):
     known = {"rank": rank.rank, "size": rank.size, "here": rank.here, "local": rank.local}
     known |= {"pid": pid, "error": last.error}
     if not stack:
-        return known | {"state": "gone" if last.error == "it has ended" else "unread"}
+        return known | {"state": {STOPPED: "stopped", ENDED: "gone"}.get(last.error, "unread")}
     mine = places.users_frame(stack)
     file, function, line = mine or stack[-1]
     text = source.text_of(pid, file, line)
     gpu = pid in found and found[pid].gpu
     kind, words = places.meaning(stack, gpu, text)
-    under, without = conditions(pid, stack)
     seconds = max(last.at - looks[0].at, 0.1)
     busy = (last.cpu - looks[0].cpu) / seconds
     moved = len({one.sum for one in looks}) > 1
@@ -141,9 +152,13 @@ def seen(rank, looks, found):
     works = moved or (busy > BUSY and not gpu)
     known |= {"state": "works" if works else "stands", "kind": kind, "words": words}
     known |= {"file": shown(pid, file), "line": line, "function": function, "text": text}
-    known |= {"under": under, "without": without, "seconds": round(seconds, 1)}
-    known |= {"gpu": gpu, "times": sum(meaning_of(one, gpu) == kind for one in looks)}
-    return known | {"workers": workers(pid, found) if kind == "loader" else []}
+    known |= conditions(pid, stack) | {"seconds": round(seconds, 1)}
+    # A loop outside of any function shows no variables: on a GPU each step looks like the last.
+    sure = not gpu or any(
+        f["locals"] for f in last.thread["frames"] if places.is_users(f["filename"])
+    )
+    known |= {"sure": sure, "gpu": gpu, "times": sum(meaning_of(one, gpu) == kind for one in looks)}
+    return known | {"workers": workers(pid) if kind == "loader" else []}
 
 
 def meaning_of(one, gpu):
@@ -151,13 +166,15 @@ def meaning_of(one, gpu):
 
 
 def conditions(pid, stack):
-    """The conditions on a rank, and no_grad, around the innermost call that has one."""
-    under, without = "", False
-    for file, _, line in stack:
-        if places.is_users(file):
-            one, off = source.around(pid, file, line)
-            under, without = under or one, without or off
-    return under, without
+    """What is around the innermost call that has a condition: see source.Around, and sight."""
+    known = {"under": "", "when": "", "without": False, "leaves": []}
+    for number, (file, _, line) in enumerate(f for f in stack if places.is_users(f[0])):
+        around = source.Around(pid, file, line)
+        known["under"] = known["under"] or around.under
+        known["when"] = known["when"] or around.when
+        known["without"] |= around.without
+        known["leaves"] = around.leaves if number == 0 else known["leaves"]
+    return known
 
 
 def shown(pid, file):
@@ -168,20 +185,23 @@ def shown(pid, file):
     return file
 
 
-def workers(pid, found):
-    """[{"pid", "file", "line", "text", "disk"}] of a loader's; disk: it waits for one."""
+def workers(pid):
+    """[{"pid", "file", "line", "text", "disk"}] of a loader's; disk: it waits for one.
+
+    line 0: it waits for work.
+    """
     said = []
-    for below in ranks.tree(pid, found)[1:]:
+    for below in ranks.tree(pid, ranks.processes())[1:]:  # they may be new
         look = Look(below)
-        if not places.has(look.stack, places.WORKER):
+        loop = [n for n, frame in enumerate(look.stack) if frame[0].endswith(places.WORKER)]
+        if not loop:
             continue
-        mine = places.users_frame(look.stack)
-        with contextlib.suppress(OSError):
-            state = ranks.read(below, "stat").rpartition(")")[2].split()[0]
-            file, _, line = mine or ("", "", 0)
-            known = {"pid": below, "file": shown(below, file) if file else "", "line": line}
-            known["text"] = source.text_of(below, file, line) if file else ""
-            said.append(known | {"disk": state == "D"})
+        # What is above its loop is of the rank that has forked it.
+        mine = [frame for frame in look.stack[: loop[0]] if places.is_users(frame[0])]
+        file, _, line = mine[0] if mine else ("", "", 0)
+        known = {"pid": below, "file": shown(below, file) if file else "", "line": line}
+        known["text"] = source.text_of(below, file, line) if file else ""
+        said.append(known | {"disk": state(below) == "D"})
     return said
 
 

@@ -10,7 +10,8 @@ scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single
 all_gather_object gather_object broadcast_object_list scatter_object_list
 monitored_barrier all_reduce_coalesced all_gather_coalesced""".split()
 MESSAGES = "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
-SYNCS = """_sync_buffers _sync_module_buffers _distributed_broadcast_coalesced
+# _pre_forward: also, once, of the order of the gradients.
+SYNCS = """_pre_forward _sync_buffers _sync_module_buffers _distributed_broadcast_coalesced
 _default_broadcast_coalesced _check_sync_bufs_pre_fwd""".split()
 STARTS = "_verify_param_shape_across_processes _sync_module_states _verify_params_across_processes"
 # Kinds in which a rank waits for other ranks.

@@ -5,11 +5,12 @@ import socket
 
 FORMAT = "doctor --attach 1"  # the first entry of a file
 # rank, size (of the job), here (how many on its machine), local, pid, host: numbers and a name
-# state: "works" (it moves, or computes), "stands", "gone", "unread" (with an error)
+# state: "works" (it moves, or computes), "stands", "stopped" (by SIGSTOP), "gone", "unread" (error)
 # kind, words: see places.py; file, line, function, text: of the user's code
-# under: the condition on a rank around it; without: inside of no_grad()
+# under, when, without, leaves: see source.Around
 # seconds: between the first look and the last; times: in how many of them it was in this kind
-# workers: of its loader, see look.workers(); gpu: whether it uses one
+# sure: that it stands, and not only waits for a GPU; gpu: whether it uses one
+# workers: of its loader, see look.workers()
 
 
 class Sight:

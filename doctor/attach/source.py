@@ -44,45 +44,55 @@ def text_of(pid, file, line):
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
-def around(pid, file, line):
-    """(the condition on a rank under which a line is reached, whether it is without gradients).
+class Around:
+    """What a line is inside of.
 
-    The condition is "if rank == 0 (line 72)", or "".
+    under: the condition on a rank under which it is reached, as "if rank == 0 (line 72)", or "";
+    when: the innermost condition of any kind; without: it is without gradients; leaves: what ends
+    a turn of its loop before it, as [line, "if loss.isnan(): continue"].
     """
-    try:
-        parsed = ast.parse("\n".join(lines_of(pid, file)))
-    except (SyntaxError, ValueError):
-        return "", False
-    under, without = "", False
-    for node in ast.walk(parsed):
-        if not hasattr(node, "lineno"):
-            continue
-        inside = node.lineno <= line <= node.end_lineno
-        if inside and isinstance(node, ast.With):
-            without |= any(NO_GRAD.search(ast.unparse(item)) for item in node.items)
-        if inside and isinstance(node, ast.FunctionDef):
-            without |= any(NO_GRAD.search(ast.unparse(one)) for one in node.decorator_list)
-        for block in blocks(node) if inside else []:
-            under = condition(node, block, line) or under
-    return under, without
+
+    def __init__(self, pid, file, line):
+        self.under, self.when, self.without, self.leaves = "", "", False, []
+        try:
+            parsed = ast.parse("\n".join(lines_of(pid, file)))
+        except (SyntaxError, ValueError):
+            return
+        inside = [node for node in ast.walk(parsed) if includes(node, line)]
+        for node in inside:  # from the outside to the inside
+            heads = [*getattr(node, "items", []), *getattr(node, "decorator_list", [])]
+            self.without |= any(NO_GRAD.search(ast.unparse(head)) for head in heads)
+            if isinstance(node, (ast.For, ast.While)):
+                self.leaves = list(leaves(node, line, lines_of(pid, file)))
+            for name in ("body", "orelse"):
+                block = getattr(node, name, None)
+                if isinstance(block, list) and any(includes(one, line) for one in block):
+                    self.look(node, name, [one for one in block if one.end_lineno < line])
+
+    def look(self, node, name, before):
+        """before: what stands in this block before the line."""
+        if isinstance(node, ast.If):
+            self.keep("else of if" if name == "orelse" else "if", node)
+        for one in before:
+            leaves = isinstance(one, ast.If) and isinstance(one.body[-1], ENDS)
+            if leaves and ABOUT_RANK.search(ast.unparse(one.test)):  # if rank != 0: return
+                self.keep("if not", one)
+
+    def keep(self, word, node):
+        test = ast.unparse(node.test)
+        said = f"{word} {test} (line {node.lineno})"
+        self.under = said if ABOUT_RANK.search(test) else self.under
+        self.when = "" if "__name__" in test else said
 
 
-def blocks(node):
-    return [
-        getattr(node, name)
-        for name in ("body", "orelse")
-        if isinstance(getattr(node, name, 0), list)
-    ]
+def leaves(loop, line, lines):
+    """[line, its text, with that of the line above where it is a word alone]"""
+    for node in ast.walk(loop):
+        if isinstance(node, (ast.Continue, ast.Break)) and node.lineno < line:
+            text = lines[node.lineno - 1].strip()
+            above = lines[node.lineno - 2].strip() + " " if text in ("continue", "break") else ""
+            yield [node.lineno, above + text]
 
 
-def condition(node, block, line):
-    if not any(one.lineno <= line <= one.end_lineno for one in block):
-        return ""
-    if isinstance(node, ast.If) and ABOUT_RANK.search(ast.unparse(node.test)):
-        other = "else of " if block is node.orelse else ""
-        return f"{other}if {ast.unparse(node.test)} (line {node.lineno})"
-    for one in block:  # if rank != 0: return
-        leaves = isinstance(one, ast.If) and isinstance(one.body[-1], ENDS)
-        if leaves and one.end_lineno < line and ABOUT_RANK.search(ast.unparse(one.test)):
-            return f"if not {ast.unparse(one.test)} (line {one.lineno})"
-    return ""
+def includes(node, line):
+    return hasattr(node, "lineno") and node.lineno <= line <= node.end_lineno

@@ -50,6 +50,8 @@ def doing(group):
     one = group[0]
     if one["state"] == "gone":
         return "has ended between the looks"
+    if one["state"] == "stopped":
+        return "stopped by a signal"
     if one["state"] == "unread":
         return "could not be read"
     call = f" in {one['words']}" if one["words"] else ""

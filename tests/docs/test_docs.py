@@ -114,6 +114,7 @@ TESTED = {
     r"\./start\.sh test( .*)?": "docs/test_docs.py::test_start_runs_the_tests",
     r"python plot\.py .*": "docs/test_docs.py::test_plot",
     r"python -m pip install matplotlib": "unit/test_plot.py::test_without_matplotlib",
+    r"python -m pip install py-spy": "docs/test_attach.py::test_without_py_spy",
     r"python docs/unpack_imagenet\.py": "docs/test_docs.py::test_the_archives_are_unpacked",
     r"python docs/class_folders\.py": "docs/test_docs.py::test_other_layouts_become_class_folders",
     r"python docs/use_weights\.py": "docs/test_docs.py::test_weights_are_used_elsewhere",
