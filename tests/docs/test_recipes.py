@@ -468,7 +468,7 @@ def test_profile(train, tmp_path):
 
 def test_what_profile_says(tmp_path, capsys):
     """Of a made-up trace: computing from 5 to 25 hides half of two collectives."""
-    report = runpy.run_path(str(copy(tmp_path / "here", "profile")))["report"]
+    print_times = runpy.run_path(str(copy(tmp_path / "here", "profile")))["print_times"]
 
     def event(name, start, end, children=()):
         span = SimpleNamespace(start=start * 1000, end=end * 1000)
@@ -480,7 +480,7 @@ def test_what_profile_says(tmp_path, capsys):
     events += [event("aten::mm", 5, 15), event("aten::mm", 12, 25)]
     events += [event("aten::linear", 0, 30, children=events), event("Optimizer#SGD", 0, 30)]
     profiler = SimpleNamespace(events=lambda: events, export_chrome_trace=lambda path: None)
-    report(profiler, "a.json")
+    print_times(profiler, "a.json")
     assert capsys.readouterr().out == "a.json: collectives 20.0 ms, not hidden 10.0 ms\n"
 
 
