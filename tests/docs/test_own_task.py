@@ -201,7 +201,7 @@ CHANGES = {
     r"torch.zeros\(4": "torch.zeros(3",
     "acc1, acc5 = loss_sum.*": "off = loss_sum / count, off_sum / count",
     r"acc@1 .*\}": "off {off:.6f}",
-    r"end_epoch\(": "end_epoch(-",
+    r"record_score\(": "record_score(-",
     r'"acc5": acc5,': "",
     r'"acc1": acc1,': '"off": off,',
     "acc1_sum, acc5_sum": "off_sum",
