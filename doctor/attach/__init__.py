@@ -6,6 +6,7 @@ It reads the stacks of all ranks by py-spy, a few times, and changes nothing in 
 
 - command.py  the command
 - ranks.py    finds the processes of this machine that are ranks, and their jobs
+- spawned.py  finds those that mp.spawn has started
 - look.py     the looks: where each rank stands, or that it moves
 - places.py   what a stack means: a collective, backward, a loader, ...
 - source.py   the text of a line, and the `if rank == 0:` around it

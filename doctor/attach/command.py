@@ -6,7 +6,7 @@ import socket
 import sys
 from pathlib import Path
 
-from . import look, ranks, sight, slurm, tell
+from . import look, ranks, sight, slurm, spawned, tell
 
 INSTALL = "it needs py-spy: python -m pip install py-spy"
 
@@ -89,7 +89,7 @@ def here(args):
 def chosen(args, found):
     """The Job that is asked for, or the only one."""
     jobs = ranks.jobs_of(found)
-    jobs += look.spawned(found, jobs)
+    jobs += spawned.spawned(found, jobs)
     if args.slurm_job:
         jobs = of_this_node(args.slurm_job, found, jobs)
     if args.what:

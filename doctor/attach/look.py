@@ -63,16 +63,6 @@ def main_thread(threads):
     return next(iter(calls or ([main] if main else theirs)), threads[0] if threads else None)
 
 
-def local(thread, name, end=""):
-    """The number in a local variable, of the innermost frame that has one; or None."""
-    for frame in thread["frames"]:
-        for one in frame["locals"] or []:
-            mine = frame["filename"].endswith(end) and one["name"] == name
-            if mine and (one["repr"] or "").isdigit():
-                return int(one["repr"])
-    return None
-
-
 class Look:
     """One look at a process: the stack of the thread that trains, and its processor's time."""
 
@@ -203,42 +193,3 @@ def workers(pid):
         known["text"] = source.text_of(below, file, line) if file else ""
         said.append(known | {"disk": state(below) == "D"})
     return said
-
-
-def number_spawned(parent, found):
-    """mp.spawn's number of processes; a forkserver may stand between it and them."""
-    for pid in (parent, found[parent].parent):
-        thread = Look(pid).thread if pid in found and found[pid].python else None
-        number = thread and local(thread, "nprocs", places.SPAWNED)
-        if number:
-            return number
-    return None
-
-
-def spawned(found, jobs):
-    """[Job] of the ranks that mp.spawn, or a script itself, has started, read from their stacks."""
-    more = []
-    for parent, children in ranks.maybe_spawned(found, jobs).items():
-        members = []
-        for child in children:
-            look = Look(child.pid)
-            if places.has(look.stack, places.WORKER) or not places.has(look.stack, places.STARTED):
-                continue
-            number = local(look.thread, "i", places.SPAWNED)
-            if number is None:
-                number = local(look.thread, "rank")
-            members.append((child, number))
-        by_spawn = number_spawned(parent, found)
-        if len(members) > 1 or by_spawn:
-            size = by_spawn or len(members)
-            numbered = [n for _, n in members]
-            if None in numbered or len({*numbered}) < len(numbered):  # in the order of their start
-                numbered = list(range(len(members)))
-            pairs = zip(members, numbered, strict=True)
-            all_of = [ranks.Rank(child.pid, n, size, n, size) for (child, _), n in pairs]
-            all_of.sort(key=lambda rank: rank.rank)
-            above = found.get(found[parent].parent)
-            by_server = "multiprocessing.forkserver import" in found[parent].command and above
-            command = above.command if by_server else found[parent].command
-            more.append(ranks.Job((f"process {parent}",), command, all_of))
-    return more

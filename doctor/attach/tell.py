@@ -55,7 +55,7 @@ def doing(group):
     if one["state"] == "unread":
         return "could not be read"
     call = f" in {one['words']}" if one["words"] else ""
-    text = f"  {one['text'][:60]}" if one["text"] else ""
+    text = f"  {one['text'].partition('  #')[0][:60]}" if one["text"] else ""
     verb = one["state"] if len(group) == 1 else one["state"][:-1]
     return f"{verb}{call}, {at(one)} {one['function']}(){text}"
 

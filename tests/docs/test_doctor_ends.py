@@ -90,6 +90,26 @@ dist.all_reduce(x, group=both)
 
 
 @pytest.mark.full
+def test_a_skipped_batch_is_counted(tmp_path):
+    """Of what DDP sends, which torch's recorder has noted."""
+    text = """net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+model = torch.nn.parallel.DistributedDataParallel(net)
+for step in range(5):
+    loss = model(torch.ones(2, 1)).sum()
+    if (rank, step) == (1, 2):
+        continue
+    loss.backward()
+"""
+    output = report(tmp_path, text, code=1)
+    place = re.escape(line(text, "loss = model"))
+    said = rf"^ {place}  rank 1 has left out a backward, .* made 2, the others 3  → docs/bugs\.md#"
+    assert re.search(f"{said}a-branch-that-depends", output, re.M), output
+    assert "mistakes: 1, hints: 0" in output, output
+    last = r"^ recorded by torch: rank \d: call \d+ is the last, call \d+ has ended; the last: "
+    assert re.search(last + r"its sum of gradients \[4\] \(train\.py:\d+\)$", output, re.M), output
+
+
+@pytest.mark.full
 def test_a_healthy_wait_is_not_ended(tmp_path):
     """Rank 0 sleeps, as in a download, for longer than the patience; rank 1 waits for it."""
     text = """if rank == 0:

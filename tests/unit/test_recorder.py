@@ -3,13 +3,17 @@
 import json
 import os
 import pickle
+import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import PYTHON, ROOT, run
 
 from doctor.recorder.calls import call_of
 from doctor.recorder.compare import findings
+from doctor.recorder.dump import write
 from doctor.recorder.read import dump_of
+from doctor.run import recorded
 
 HERE = "/home/me/train.py"
 BACK = "/home/me/venv/lib/python3.11/site-packages/torch/autograd/graph.py"
@@ -159,6 +163,17 @@ def test_a_file_cannot_run_anything(what, tmp_path, monkeypatch):
 def test_a_damaged_file_is_refused(data):
     with pytest.raises(ValueError):
         dump_of(data)
+
+
+def refuses(**_):
+    raise TypeError("other arguments")
+
+
+@pytest.mark.parametrize("module", [SimpleNamespace(), SimpleNamespace(_dump_fr_trace=refuses)])
+def test_a_torch_without_it(module, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
+    write(tmp_path / "1.calls")
+    assert not list(tmp_path.iterdir()) and recorded(tmp_path / "1.calls") is None
 
 
 def test_without_files(tmp_path):
