@@ -3,7 +3,7 @@
 import sys
 
 # How many calls are kept: torch's own number, named for versions in which it is 0.
-SETTINGS = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+SETTINGS = {"TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 def write(path):
