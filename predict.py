@@ -58,7 +58,7 @@ FIRST_BUCKET = MEBI  # DDP's own, so that sending begins early
 NOTABLE = 0.05  # of a step: what takes less is not said to limit
 NOT_MODELLED = (
     "kernels of NCCL that slow the backward pass, several networks in one node, other jobs on the "
-    "network, steps of random length, memory, validation, checkpoints"
+    "network, what is sent at the step's end, memory, validation, checkpoints"
 )
 TABLE = Path(__file__).resolve().parent / "results" / "predict.json"
 
@@ -73,9 +73,10 @@ class Setting:
     images, forward, backward: of one pass of one GPU. rest: the optimizer's step, once a step.
     weights: how many. between_*: from one node to another, all its GPUs together; within_*: from
     one GPU to another of the same node. latency: of one message. call: of one collective, however
-    small. ready: buckets as (bytes, share of backward after which they are full), measured with
-    bucket_size; None for weights that are spread evenly. loader: images per second of a node's
-    loader. slow_node: how many times as long one of the nodes computes. gather and scatter: how
+    small. ready: (bytes, share of backward after which it is there) of each gradient; None for
+    weights that are spread evenly. loader: images per second of a node's
+    loader. uneven: standard deviation of a step, as a share of it. slow_node: how many times as
+    long one of the nodes computes. gather and scatter: how
     many times as long as rings these two take (gloo's reduce_scatter is an all_reduce).
     """
 
@@ -97,10 +98,10 @@ class Setting:
     backend: str = "nccl"
     bucket_size: float = 25 * MEBI
     ready: tuple | None = None
-    ready_bucket_size: float = 25 * MEBI
     units: int = 16
     accumulate: int = 1
     loader: float = math.inf
+    uneven: float = 0.0
     slow_node: float = 1.0
     gather: float = 1.0
     scatter: float = 1.0
@@ -148,33 +149,39 @@ def all_reduce(s, size, nodes, gpus):
 def buckets(s):
     """[(bytes, share of the backward pass after which they can be sent)], as DDP fills them.
 
-    The first holds 1 MiB, the others bucket_size (torch.nn.parallel.DistributedDataParallel,
-    bucket_cap_mb; Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-    Training", 2020, section 3.2.3).
+    Weight by weight, in the order of their gradients, until the first holds 1 MiB and each other
+    bucket_size (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb; Li et al., "PyTorch
+    Distributed: Experiences on Accelerating Data Parallel Training", 2020, section 3.2.3).
     """
     total = s.weights * s.gradient_bytes
     if s.ready:
-        measured = sum(size for size, _ in s.ready)
-        if s.bucket_size == s.ready_bucket_size:
-            return [(size * total / measured, share) for size, share in s.ready]
-    found, sent, limit = [], 0.0, FIRST_BUCKET
-    while sent < total * (1 - 1e-9):
-        size = min(limit, total - sent)
-        sent, limit = sent + size, s.bucket_size
-        found.append((size, share_at(s, sent / total)))
-    return found
+        scale = total / sum(size for size, _ in s.ready)
+        gradients = [(size * scale, share) for size, share in s.ready]
+    else:  # not known: parts that are alike
+        count = math.ceil(max(50, min(10000, 8 * total / s.bucket_size)))
+        gradients = [(total / count, (number + 1) / count) for number in range(count)]
+    found, filled, limit = [], 0.0, FIRST_BUCKET
+    for size, share in gradients:
+        filled += size
+        if filled >= limit:
+            found.append((filled, share))
+            filled, limit = 0.0, s.bucket_size
+    return found + ([(filled, gradients[-1][1])] if filled else [])
 
 
-def share_at(s, part):
-    """After which share of the backward pass this part of the gradients is there."""
-    if not s.ready:
-        return part
-    total, sent, last = sum(size for size, _ in s.ready), 0.0, 0.0
-    for size, share in s.ready:
-        if sent + size >= part * total * (1 - 1e-9):
-            return last + (share - last) * (part * total - sent) / size
-        sent, last = sent + size, share
-    return 1.0
+def slowest(s):
+    """How many times as long as usual the slowest GPU computes.
+
+    Steps that differ at random, with the standard deviation `uneven`, are as long as the longest of
+    all: its expected value is about that of the normal distribution at (W - 3/8) / (W + 1/4)
+    (Blom, "Statistical estimates and transformed beta-variables", 1958).
+    """
+
+    def longest(count):
+        place = statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+        return 1 + s.uneven * max(0.0, place)
+
+    return max(longest(s.world), s.slow_node * longest(s.gpus))
 
 
 def ddp_pass(s):
@@ -183,7 +190,7 @@ def ddp_pass(s):
     A bucket is sent when it is full and the one before it is through, while the backward pass goes
     on; the pass ends with the later of both (Li et al., 2020, section 4.2).
     """
-    forward, backward = s.forward * s.slow_node, s.backward * s.slow_node
+    forward, backward = s.forward * slowest(s), s.backward * slowest(s)
     sent = 0.0
     if s.world > 1:
         for size, share in buckets(s):
@@ -216,8 +223,8 @@ def sharded_pass(s, scatters):
         scatter += s.call + all_reduce(shared, part * s.gradient_bytes / s.gpus, s.nodes, 1)
     if not scatters:
         scatter = 0.0
-    forward = s.forward * s.slow_node / s.units
-    backward = s.backward * s.slow_node / s.units
+    forward = s.forward * slowest(s) / s.units
+    backward = s.backward * slowest(s) / s.units
     if s.backend == "gloo":
         return s.units * (forward + backward + 2 * gather + scatter)
     network = computed = 0.0  # until when each is busy
@@ -242,12 +249,12 @@ def step_seconds(s):
 
     The loader works meanwhile: the longer of both counts. All wait for the slowest node.
     """
-    alone = (s.forward + s.backward) * s.slow_node
+    alone = (s.forward + s.backward) * slowest(s)
     if s.strategy == "ddp":
         seconds = (s.accumulate - 1) * alone + ddp_pass(s)
     else:
         seconds = (s.accumulate - 1) * sharded_pass(s, False) + sharded_pass(s, True)
-    seconds += s.rest * s.slow_node
+    seconds += s.rest * slowest(s)
     return max(seconds, s.gpus * s.images * s.accumulate / s.loader)
 
 
@@ -282,6 +289,7 @@ def limited_by(s):
         within_latency=0.0,
         call=0.0,
         loader=math.inf,
+        uneven=0.0,
         slow_node=1.0,
     )
     alone = {
@@ -293,6 +301,7 @@ def limited_by(s):
             within_latency=s.within_latency,
             call=s.call,
         ),
+        "uneven steps": replace(free, uneven=s.uneven),
         "slow node": replace(free, slow_node=s.slow_node),
     }
     if step_seconds(s) <= (1 + NOTABLE) * computing(s):
@@ -374,6 +383,7 @@ def parse_args(words=None):
     add("--units", type=count, help="parts that FSDP gathers one by one; default: 16")
     add("--accumulate", type=count, help="passes a step, of which the last sends; default: 1")
     add("--loader", type=some, help="images/s of one node's loader; default: no limit")
+    add("--uneven-percent", type=number(0), help="standard deviation of a step; default: 0")
     add("--slow-node", type=number(1), metavar="X", help="one node computes X times as long")
     add("--epoch-images", type=count, help="also print the seconds of an epoch")
     add("--fails-days", type=some, help="in how many days one node fails once")
@@ -410,7 +420,8 @@ def report(args):
     """The lines of the output: the table, what it says, and what it does not know."""
     values, assumed = gather_values(args)
     settings = [setting(values, nodes) for nodes in values["nodes"]]
-    one = replace(settings[0], nodes=1, gpus=1, loader=math.inf, slow_node=1.0, failures=0.0)
+    one = replace(settings[0], nodes=1, gpus=1, loader=math.inf, slow_node=1.0, uneven=0.0)
+    one = replace(one, failures=0.0)
     rows = [("1 GPU", one), *((size(s), s) for s in settings if s.world > 1)]
     heads = ["", "images/s", "of linear", "limited by", "would help most"]
     if args.epoch_images:
@@ -536,10 +547,10 @@ def setting(values, nodes):
         backend=values["backend"],
         bucket_size=values["bucket_mb"] * MEBI,
         ready=tuple(map(tuple, ready)) if ready else None,
-        ready_bucket_size=values.get("ready_bucket_mb", 25.0) * MEBI,
         units=values["units"],
         accumulate=values["accumulate"],
         loader=values.get("loader", math.inf),
+        uneven=values.get("uneven_percent", 0.0) / 100,
         slow_node=values["slow_node"],
         gather=values.get("gather_factor", 1.0),
         scatter=values.get("scatter_factor", 1.0),
@@ -674,7 +685,7 @@ def measure(args):
     clock = Clock(dist, torch, device)
     measured = {"backend": backend, "gpus_per_node": gpus, "images": args.images or 1}
     measured |= network(clock, rank, world, gpus) if world > 1 else {}
-    measured |= one_step(clock, net, loss, args.bucket_mb or 25.0)
+    measured |= one_step(clock, net, loss)
     if batches is not None:
         measured["loader"] = gpus * clock.mean(loader_speed(batches))
     if rank == 0:
@@ -730,6 +741,21 @@ class Clock:
         if self.device.type == "cuda":
             self.torch.cuda.synchronize()
         return time.perf_counter()
+
+    def mark(self):
+        """A moment in the work of the device; between() tells how far two are apart."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first, second):
+        """Seconds."""
+        if self.device.type != "cuda":
+            return second - first
+        self.torch.cuda.synchronize()
+        return first.elapsed_time(second) / 1000
 
     def agreed(self, value, how):
         value = self.torch.tensor(float(value), dtype=self.torch.float64, device=self.device)
@@ -828,60 +854,60 @@ def fit(points):
     return max(0.0, (d - slope * b) / a), slope
 
 
-def one_step(clock, net, loss, bucket_mb):
-    """{weights, forward_s, backward_s, rest_s, ready, ready_bucket_mb} of a step alone.
+def one_step(clock, net, loss, seconds=4.0):
+    """{weights, forward_s, backward_s, rest_s, uneven_percent, ready} of a step that sends nothing.
 
-    ready: [bytes, share of the backward pass] of each bucket, from a hook that sends nothing.
+    ready: [bytes as float32, share of the backward pass] of each gradient, in their order.
     """
-    torch, dist = clock.torch, clock.dist
+    torch = clock.torch
     trained = [weight for weight in net.parameters() if weight.requires_grad]
-    ddp = torch.nn.parallel.DistributedDataParallel
-    model = ddp(net, bucket_cap_mb=bucket_mb, broadcast_buffers=False)
     optimizer = torch.optim.SGD(trained, 1e-9, momentum=0.9)
-    seen = []
-
-    def hook(_, bucket):
-        seen.append((bucket.buffer().nbytes, clock.now()))
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model.register_comm_hook(None, hook)
-    times, shares, limit = [], [], time.perf_counter() + 4
+    seen, times, shares = [], [], []
+    hooks = [
+        weight.register_post_accumulate_grad_hook(
+            lambda weight: seen.append((4 * weight.numel(), clock.mark()))
+        )
+        for weight in trained
+    ]
+    limit = time.perf_counter() + seconds
     for number in range(100):
         seen.clear()
-        marks = [clock.now()]
-        value = loss(model)
-        marks.append(clock.now())
+        marks = [clock.mark()]
+        value = loss(net)
+        marks.append(clock.mark())
         value.backward()
-        marks.append(clock.now())
+        marks.append(clock.mark())
         optimizer.step()
         optimizer.zero_grad()
-        marks.append(clock.now())
-        if number > 1:  # DDP makes its buckets anew after the first
-            backward = marks[2] - marks[1]
-            times.append([b - a for a, b in itertools.pairwise(marks)])
-            shares.append([(size, (moment - marks[1]) / backward) for size, moment in seen])
-        late = clock.agreed(time.perf_counter() > limit, dist.ReduceOp.MAX)
+        marks.append(clock.mark())
+        parts = [clock.between(a, b) for a, b in itertools.pairwise(marks)]
+        if number > 1:  # the first two are to warm up
+            times.append(parts)
+            shares.append([(s, clock.between(marks[1], mark) / parts[1]) for s, mark in seen])
+        late = clock.longest(time.perf_counter() > limit)
         if number >= 4 and late:
             break
+    for hook in hooks:
+        hook.remove()
     forward, backward, rest = (statistics.median(part) for part in zip(*times, strict=True))
+    whole = [sum(parts) for parts in times]
+    middle = statistics.median(whole)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in whole)
     ready = [
-        [bucket[0][0], min(1.0, statistics.median(share for _, share in bucket))]
-        for bucket in zip(*shares, strict=True)
+        [part[0][0], min(1.0, statistics.median(share for _, share in part))]
+        for part in zip(*shares, strict=True)
     ]
     return {
-        "weights": sum(weight.numel() for weight in trained),
+        "weights": sum(size for size, _ in ready) // 4,
         "forward_s": clock.mean(forward),
         "backward_s": clock.mean(backward),
         "rest_s": clock.mean(rest),
+        "uneven_percent": 100 * clock.mean(deviation / middle),
         "ready": ready,
-        "ready_bucket_mb": bucket_mb,
-        "bucket_mb": bucket_mb,
     }
 
 
-def loader_speed(batches):
+def loader_speed(batches, seconds=4.0):
     """Images per second of a loader, from its third batch on."""
     images, start = 0, time.perf_counter()
     for number, batch in enumerate(batches):
@@ -890,7 +916,7 @@ def loader_speed(batches):
             images += len(batch[0] if isinstance(batch, (tuple, list)) else batch)
         else:
             start = now
-        if now - start > 4:
+        if now - start > seconds:
             break
     if not images:
         raise ValueError("--batches gives fewer than three batches")
