@@ -58,7 +58,7 @@ FIRST_BUCKET = MEBI  # DDP's own, so that sending begins early
 NOTABLE = 0.05  # of a step: what takes less is not said to limit
 NOT_MODELLED = (
     "kernels of NCCL that slow the backward pass, several networks in one node, other jobs on the "
-    "network, what is sent at the step's end, memory, validation, checkpoints"
+    "network, other collectives of a step, memory, validation, checkpoints"
 )
 TABLE = Path(__file__).resolve().parent / "results" / "predict.json"
 
@@ -590,7 +590,7 @@ def count_weights(arch):
 def known_error(settings):
     """One sentence: the errors that were measured on settings like these, or that none were."""
     try:
-        rows = json.loads(TABLE.read_text())["rows"]
+        rows = json.loads(TABLE.read_text())["runs"]
     except (OSError, ValueError, KeyError):
         return "How wrong this may be is not measured: " + (
             "results/predict.json, the table of errors, is not beside this script."
