@@ -491,12 +491,6 @@ def gather_values(args):
                 assumed.append(f"--{name.replace('_', '-')} {value:g}")
     values.setdefault("nodes", [1, 2, 4, 8])
     values["nodes"] = sorted(set(values["nodes"]))
-    if not args.file and max(values["nodes"]) > 1 and "between_gbit" not in values:
-        raise ValueError("how fast is the network? give --between-gbit, or --nodes 1")
-    if "between_gbit" not in values:
-        if max(values["nodes"]) > 1:
-            raise ValueError(f"{args.file} was measured on one node: give --between-gbit as well")
-        values["between_gbit"] = math.inf
     if args.step_ms:  # not the file's
         values.pop("forward_s", None)
     if "step_ms" not in values and "forward_s" not in values:
@@ -512,6 +506,12 @@ def gather_values(args):
         values["weights"] = count_weights(args.arch)
     elif "weights" not in values:
         raise ValueError("how large is the model? give --arch, --weights or --gradient-mb")
+    if not args.file and max(values["nodes"]) > 1 and "between_gbit" not in values:
+        raise ValueError("how fast is the network? give --between-gbit, or --nodes 1")
+    if "between_gbit" not in values:
+        if max(values["nodes"]) > 1:
+            raise ValueError(f"{args.file} was measured on one node: give --between-gbit as well")
+        values["between_gbit"] = math.inf
     return values, assumed
 
 
