@@ -10,6 +10,7 @@ Times are in seconds, sizes in bytes, rates in bytes per second, unless a name s
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -77,7 +78,8 @@ class Setting:
     weights that are spread evenly. loader: images per second of a node's
     loader. uneven: standard deviation of a step, as a share of it. slow_node: how many times as
     long one of the nodes computes. gather and scatter: how
-    many times as long as rings these two take (gloo's reduce_scatter is an all_reduce).
+    many times as long as rings these two take (gloo's reduce_scatter is an all_reduce), and what
+    they cost however small. failures: of one node in a second. lost: seconds that each costs.
     """
 
     nodes: int
@@ -105,8 +107,10 @@ class Setting:
     slow_node: float = 1.0
     gather: float = 1.0
     scatter: float = 1.0
-    failures: float = 0.0  # of one node, per second
-    lost: float = 0.0  # seconds of training that a failure costs
+    gather_call: float = 0.0
+    scatter_call: float = 0.0
+    failures: float = 0.0
+    lost: float = 0.0
 
     @property
     def world(self):
@@ -215,8 +219,8 @@ def sharded_pass(s, scatters):
     part = s.weights / s.units
     gather = scatter = 0.0
     if nodes * gpus > 1:
-        gather = s.call + s.gather * ring(s, part * s.weight_bytes, nodes, gpus)
-        scatter = s.call + s.scatter * ring(s, part * s.gradient_bytes, nodes, gpus)
+        gather = s.gather_call + s.gather * ring(s, part * s.weight_bytes, nodes, gpus)
+        scatter = s.scatter_call + s.scatter * ring(s, part * s.gradient_bytes, nodes, gpus)
     if s.strategy == "hsdp" and s.nodes > 1:
         # All GPUs of a node send their part at once, over the one link.
         shared = replace(s, between_rate=s.between_rate / s.gpus)
@@ -288,6 +292,8 @@ def limited_by(s):
         between_latency=0.0,
         within_latency=0.0,
         call=0.0,
+        gather_call=0.0,
+        scatter_call=0.0,
         loader=math.inf,
         uneven=0.0,
         slow_node=1.0,
@@ -300,6 +306,8 @@ def limited_by(s):
             between_latency=s.between_latency,
             within_latency=s.within_latency,
             call=s.call,
+            gather_call=s.gather_call,
+            scatter_call=s.scatter_call,
         ),
         "uneven steps": replace(free, uneven=s.uneven),
         "slow node": replace(free, slow_node=s.slow_node),
@@ -554,6 +562,8 @@ def setting(values, nodes):
         slow_node=values["slow_node"],
         gather=values.get("gather_factor", 1.0),
         scatter=values.get("scatter_factor", 1.0),
+        gather_call=values.get("gather_call_us", values["call_us"]) / 1e6,
+        scatter_call=values.get("scatter_call_us", values["call_us"]) / 1e6,
         failures=1 / (days * 86400),
         lost=60 * values.get("lost_minutes", 30.0),
     )
@@ -589,17 +599,16 @@ def count_weights(arch):
 
 def known_error(settings):
     """One sentence: the errors that were measured on settings like these, or that none were."""
+    unknown = "How wrong this may be is not measured: "
     try:
         rows = json.loads(TABLE.read_text())["runs"]
     except (OSError, ValueError, KeyError):
-        return "How wrong this may be is not measured: " + (
-            "results/predict.json, the table of errors, is not beside this script."
-        )
+        return f"{unknown}results/predict.json, the table of errors, is not beside this script."
     kinds = {(s.strategy, limited_by(s)) for s in settings}
     alike = [row for row in rows if (row["strategy"], row["limit"]) in kinds and not row["fitted"]]
     if not alike:
         names = ", ".join(sorted(f"{a.upper()} limited by {b}" for a, b in kinds))
-        return f"How wrong this may be is not measured: none of {len(rows)} was {names}."
+        return f"{unknown}of the {len(rows)} settings of the table none is {names}."
     errors, worlds = [abs(row["error"]) for row in alike], [row["world"] for row in alike]
     return (
         f"On {len(alike)} measured settings of these kinds the error was "
@@ -788,11 +797,12 @@ class Clock:
 
 
 def network(clock, rank, world, gpus):
-    """{between_gbit, between_us, within_gbit, within_us, call_us, gather_factor, scatter_factor}.
+    """{between_gbit, between_us, within_gbit, within_us, call_us} and a factor and a call of two.
 
     Latency and rate of a ring are fitted to all_reduce over SIZES, of all processes and of those of
     a node. The latency of a message and the cost of a call are told apart by the smallest one on
-    two processes alone.
+    two processes alone. all_gather and reduce_scatter are held against that ring: gather_factor,
+    gather_call_us, scatter_factor, scatter_call_us.
     """
     dist, torch, device = clock.dist, clock.torch, clock.device
     nodes = world // gpus
@@ -830,16 +840,19 @@ def network(clock, rank, world, gpus):
         values["within_gbit"] = 2 * (gpus - 1) / gpus / slope * 8 / 1e9
         values["within_us"] = max(0.0, start - call) / (2 * (gpus - 1)) * 1e6
 
-    part = torch.zeros(MEBI // world, device=device)
-    whole = torch.zeros(world * len(part), device=device)
-    ring_seconds = (world - 1) * (latency + 4 * len(part) / rate)
-    calls = {
-        "gather_factor": lambda: dist.all_gather_into_tensor(whole, part),
-        "scatter_factor": lambda: dist.reduce_scatter_tensor(part, whole),
-    }
-    for name, collective in calls.items():
-        seconds = clock.collective(collective)
-        values[name] = max(0.0, seconds - call) / ring_seconds
+    # Newer versions of torch have other names for these two, and warn of the older ones.
+    gathers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatters = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for name in ("gather", "scatter"):
+        points = []
+        for size in (4096, 4 * MEBI):  # of all parts together
+            part = torch.zeros(size // 4 // world, device=device)
+            whole = torch.zeros(world * len(part), device=device)
+            what = (gathers, whole, part) if name == "gather" else (scatters, part, whole)
+            points.append((4 * len(whole), clock.collective(functools.partial(*what))))
+        start, slope = fit(points)
+        values[f"{name}_factor"] = slope * rate * world / (world - 1)
+        values[f"{name}_call_us"] = max(0.0, start - (world - 1) * latency) * 1e6
     return values
 
 
@@ -851,6 +864,9 @@ def fit(points):
     d = sum(1 / t for _, t in points)
     e = sum(n / t for n, t in points)
     slope = (a * e - b * d) / (a * c - b * b)
+    if slope <= 0:  # of times that differ more at random than by size
+        size, seconds = points[-1]
+        return 0.0, seconds / size
     return max(0.0, (d - slope * b) / a), slope
 
 

@@ -28,7 +28,7 @@ from benchmarks.box import Box, Ranks, missing
 from benchmarks.harness import clean_up_on_sigterm, make_parser, report
 
 IMAGES = 32  # that a process is said to take at once
-LAYERS = 16
+LAYERS, UNITS = 16, 4  # a unit of FSDP has several layers
 # A model of the box: MiB of a layer's float32 weights, and seconds of a forward and backward pass.
 MODELS = {"short": (0.5, 0.3), "long": (0.5, 1.0), "large": (1.5, 0.3)}
 FITTED = (2, 2)  # nodes, and processes on each, on which predict.py measures
@@ -64,7 +64,7 @@ class Job:
             "slow_node": f"a node {self.slow_node:g} times slower",
             "loader": f"a loader of {self.loader:g} images/s",
             "latency": f"{self.latency:g} ms",
-            "loss": f"{self.loss:.1%} lost",
+            "loss": f"{self.loss:.2%} lost",
         }
         parts += [text for key, text in words.items() if getattr(self, key) != getattr(usual, key)]
         return ", ".join(parts)
@@ -106,7 +106,7 @@ def quick():
 
 
 def parse_args():
-    parser = make_parser("predict", __doc__, rounds=7)
+    parser = make_parser("predict", __doc__, rounds=5)
     add = parser.add_argument
     add("--quick", action="store_true", help="six settings, in a minute")
     add("--published", action="store_true", help="only what others have published: no box")
@@ -204,7 +204,7 @@ def run_group(group, jobs, measured, rounds):
 def predicted(job, measured):
     """The Setting of a job, of what was measured on another cluster."""
     values = dict(predict.ASSUMED) | measured[job.between, job.latency, job.loss]
-    values |= measured[job.model] | {"images": IMAGES, "backend": "gloo", "units": LAYERS}
+    values |= measured[job.model] | {"images": IMAGES, "backend": "gloo", "units": UNITS}
     values |= {"gpus_per_node": job.gpus, "bucket_mb": job.bucket_mb, "slow_node": job.slow_node}
     values |= {"strategy": job.strategy, "accumulate": job.accumulate, "gather": "fp32"}
     values |= {"precision": job.precision}
@@ -300,7 +300,9 @@ class Layer(nn.Module):
 
 def sleeping(model, times=1.0):
     mebibytes, seconds = MODELS[model]
-    return nn.Sequential(*[Layer(mebibytes, times * seconds / LAYERS) for _ in range(LAYERS)])
+    layers = [Layer(mebibytes, times * seconds / LAYERS) for _ in range(LAYERS)]
+    size = LAYERS // UNITS
+    return nn.Sequential(*[nn.Sequential(*layers[i : i + size]) for i in range(0, LAYERS, size)])
 
 
 def loss_of(model):
@@ -356,15 +358,15 @@ def trainer(rank, job):
     slow = job.slow_node if rank // job.gpus == job.nodes - 1 else 1.0
     net = sleeping(job.model, slow)
     if job.strategy == "ddp":
-        model = DistributedDataParallel(net, bucket_cap_mb=job.bucket_mb, broadcast_buffers=False)
+        model = DistributedDataParallel(net, bucket_cap_mb=job.bucket_mb)
         if job.precision == "bf16":
             model.register_comm_hook(None, bf16_compress_hook)
     else:
         hsdp = job.strategy == "hsdp"
         shape = (job.nodes, job.gpus) if hsdp else (job.nodes * job.gpus,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts")[-len(shape) :])
-        for layer in net:
-            fully_shard(layer, mesh=mesh)
+        for unit in net:
+            fully_shard(unit, mesh=mesh)
         model = fully_shard(net, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), 1e-9, momentum=0.9)
     batches = iter(loader(job.loader)) if job.loader else None

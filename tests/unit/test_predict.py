@@ -274,7 +274,7 @@ def test_it_says_how_wrong_it_is_or_that_nobody_knows(tmp_path, capsys, monkeypa
     text = said(capsys, *words)
     assert "On 3 measured settings of these kinds the error was 3.0% (median), 20.0% at" in text
     text = said(capsys, *words, "--strategy", "hsdp", "--slow-node", 9)
-    assert "none of 4 was HSDP limited by slow node" in text
+    assert "of the 4 settings of the table none is HSDP limited by slow node" in text
 
 
 WRONG = {
