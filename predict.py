@@ -125,11 +125,21 @@ def ring(s, size, nodes, gpus):
     all-reduce algorithms for clusters of workstations", 2009; Thakur, Rabenseifner and Gropp,
     "Optimization of collective communication operations in MPICH", 2005). A ring enters and leaves
     each node once, so its processes do not share the link between nodes.
+
+    gloo cuts a W-th into two segments or more, of 1 MiB at most, and has two of them under way:
+    while one is sent, the other one travels. A step is then as long as the longer of sending,
+    n / (W B), and half of what all segments one after the other would take (gloo/allreduce.cc).
     """
     world = nodes * gpus
+    if world == 1:
+        return 0.0
     rates = ([s.between_rate] if nodes > 1 else []) + ([s.within_rate] if gpus > 1 else [])
     latency = s.between_latency if nodes > 1 else s.within_latency
-    return (world - 1) * (latency + size / world / min(rates)) if world > 1 else 0.0
+    sending = size / world / min(rates)
+    if s.backend == "gloo":
+        segments = max(2, math.ceil(size / world / MEBI))
+        return (world - 1) * max(sending, (sending + segments * latency) / 2)
+    return (world - 1) * (latency + sending)
 
 
 def all_reduce(s, size, nodes, gpus):
@@ -799,8 +809,8 @@ class Clock:
 def network(clock, rank, world, gpus):
     """{between_gbit, between_us, within_gbit, within_us, call_us} and a factor and a call of two.
 
-    Latency and rate of a ring are fitted to all_reduce over SIZES, of all processes and of those of
-    a node. The latency of a message and the cost of a call are told apart by the smallest one on
+    Latency and rate of a ring are those of all_reduce over SIZES, of all processes and of those of
+    a node: of the smallest, and of the step between the two largest. The latency of a message and the cost of a call are told apart by the smallest one on
     two processes alone. all_gather and reduce_scatter are held against that ring: gather_factor,
     gather_call_us, scatter_factor, scatter_call_us.
     """
@@ -857,17 +867,14 @@ def network(clock, rank, world, gpus):
 
 
 def fit(points):
-    """(seconds at size 0, seconds per byte): the line with the least relative errors squared."""
-    a = sum(1 / t**2 for _, t in points)
-    b = sum(n / t**2 for n, t in points)
-    c = sum(n**2 / t**2 for n, t in points)
-    d = sum(1 / t for _, t in points)
-    e = sum(n / t for n, t in points)
-    slope = (a * e - b * d) / (a * c - b * b)
-    if slope <= 0:  # of times that differ more at random than by size
-        size, seconds = points[-1]
-        return 0.0, seconds / size
-    return max(0.0, (d - slope * b) / a), slope
+    """(seconds of the smallest size, seconds per byte between the two largest) of (size, seconds).
+
+    In between neither latency nor rate may be what counts.
+    """
+    (_, start), *_ = points
+    (size, seconds), (larger, longer) = points[-2:]
+    slope = (longer - seconds) / (larger - size)
+    return start, slope if slope > 0 else longer / larger  # where they differ at random alone
 
 
 def one_step(clock, net, loss, seconds=4.0):

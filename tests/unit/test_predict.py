@@ -185,10 +185,19 @@ def test_failures_cost_what_they_lose():
     assert predict.speed(day) == pytest.approx(predict.speed(FREE) / (1 + 8 * 1800 / 86400))
 
 
-def test_the_line_is_fitted():
-    assert predict.fit([(n, 0.001 + 2e-9 * n) for n in (4096, 10**5, 10**7)]) == pytest.approx(
-        (0.001, 2e-9)
-    )
+def test_latency_is_of_the_smallest_and_rate_of_the_largest():
+    points = [(4096, 0.001), (65536, 0.005), (10**6, 0.01), (10**7, 0.1)]
+    assert predict.fit(points) == pytest.approx((0.001, 0.09 / 9e6))
+    assert predict.fit([*points, (2 * 10**7, 0.1)]) == pytest.approx((0.001, 0.1 / 2e7))
+
+
+def test_gloo_hides_latency_behind_what_it_sends():
+    """A message of 8 MB on 8 nodes: 1 MB a step, in segments of which two are under way."""
+    far = replace(USUAL, backend="gloo", between_latency=0.0003)
+    sending = 1e6 / 1.25e9
+    assert predict.all_reduce(far, 8e6, 8, 1) == pytest.approx(14 * sending)
+    far = replace(far, between_latency=0.001)
+    assert predict.all_reduce(far, 8e6, 8, 1) == pytest.approx(14 * (sending / 2 + 0.001))
 
 
 @pytest.mark.parametrize("arch", predict.WEIGHTS)
