@@ -810,9 +810,9 @@ def network(clock, rank, world, gpus):
     """{between_gbit, between_us, within_gbit, within_us, call_us} and a factor and a call of two.
 
     Latency and rate of a ring are those of all_reduce over SIZES, of all processes and of those of
-    a node: of the smallest, and of the step between the two largest. The latency of a message and the cost of a call are told apart by the smallest one on
-    two processes alone. all_gather and reduce_scatter are held against that ring: gather_factor,
-    gather_call_us, scatter_factor, scatter_call_us.
+    a node: of the smallest, and of the step between the two largest. The latency of a message and
+    the cost of a call are told apart by the smallest one on two processes alone. all_gather and
+    reduce_scatter are held against that ring: gather_factor, gather_call_us, and so on.
     """
     dist, torch, device = clock.dist, clock.torch, clock.device
     nodes = world // gpus

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 TAP, NO_HEADER, SET_INTERFACE = 0x0002, 0x1000, 0x400454CA  # of linux/if_tun.h
@@ -90,7 +91,7 @@ class Box:
     def set_rate(self, mbit):
         self.mbit = mbit
         for space in self.spaces:
-            bucket = f"tbf rate {mbit}mbit burst 64kb latency 400ms"
+            bucket = f"tbf rate {mbit}mbit burst 64kb limit 64000000"  # nothing is dropped
             run(f"tc -n {space} qdisc replace dev eth0 root {bucket}")
 
     def _relay(self, stack):
@@ -185,6 +186,8 @@ def be_a_rank(space, rank, world, gpus, function, connection, args):
     with open(f"/run/netns/{space}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"setns: {space}")
+    # A sender fills no queue with more than a part of a second: other connections wait behind it.
+    Path("/proc/sys/net/ipv4/tcp_limit_output_bytes").write_text("262144")
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
