@@ -72,14 +72,17 @@ class Setting:
     """What is known of a run.
 
     images, forward, backward: of one pass of one GPU. rest: the optimizer's step, once a step.
-    weights: how many. between_*: from one node to another, all its GPUs together; within_*: from
-    one GPU to another of the same node. latency: of one message. call: of one collective, however
-    small. ready: (bytes, share of backward after which it is there) of each gradient; None for
-    weights that are spread evenly. loader: images per second of a node's
-    loader. uneven: standard deviation of a step, as a share of it. slow_node: how many times as
-    long one of the nodes computes. gather and scatter: how
-    many times as long as rings these two take (gloo's reduce_scatter is an all_reduce), and what
-    they cost however small. failures: of one node in a second. lost: seconds that each costs.
+    weights: how many.
+    between_*: from one node to another, all its GPUs together. within_*: from one GPU to another of
+    the same node. *_latency: of one message. call: of one collective, however small.
+    ready: (bytes, share of backward after which it is there) of each gradient; None for weights
+    that are spread evenly.
+    loader: images per second of a node's loader.
+    uneven: standard deviation of a step, as a share of it. slow_node: how many times as long one of
+    the nodes computes.
+    gather, scatter: how many times as long as a ring these two take (gloo's reduce_scatter is an
+    all_reduce); gather_call, scatter_call: what they cost however small.
+    failures: of one node in a second. lost: seconds that each costs.
     """
 
     nodes: int
@@ -423,7 +426,8 @@ def main(words=None):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ValueError, OSError, ImportError) as error:
-        print("error:", (str(error) or type(error).__name__).splitlines()[0], file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun sets it: one line from each node
+            print("error:", (str(error) or type(error).__name__).splitlines()[0], file=sys.stderr)
         return 2
     return 0
 
@@ -440,7 +444,7 @@ def report(args):
     settings = [setting(values, nodes) for nodes in values["nodes"]]
     one = replace(settings[0], nodes=1, gpus=1, loader=math.inf, slow_node=1.0, uneven=0.0)
     one = replace(one, failures=0.0)
-    rows = [("1 GPU", one), *((size(s), s) for s in settings if s.world > 1)]
+    rows = [("1 GPU", one), *((layout(s), s) for s in settings if s.world > 1)]
     heads = ["", "images/s", "of linear", "limited by", "would help most"]
     if args.epoch_images:
         heads.insert(3, "s/epoch")
@@ -463,7 +467,7 @@ def report(args):
     return lines
 
 
-def size(s):
+def layout(s):
     return f"{s.nodes} x {s.gpus} GPUs"
 
 
@@ -488,7 +492,7 @@ def explain(s):
     gains = {name: speed(changed) / speed(s) - 1 for name, changed in remedies(s).items()}
     ordered = sorted(gains.items(), key=lambda item: -item[1])
     if s.world > 1:
-        yield f"{size(s)}: " + ", ".join(f"{name} {gain:+.0%}" for name, gain in ordered) + "."
+        yield f"{layout(s)}: " + ", ".join(f"{name} {gain:+.0%}" for name, gain in ordered) + "."
         yield "(Larger batches and more passes a step change the training: mind the learning rate.)"
 
 
@@ -583,9 +587,13 @@ def read(path):
     """What --measure wrote. Raises ValueError for another file."""
     try:
         values = json.loads(Path(path).read_text())["measured"]
-        if not isinstance(values["weights"], (int, float)):
-            raise TypeError
-        values["backend"], values["gpus_per_node"]
+        ready = [number for pair in values["ready"] for number in pair]
+        numbers = [value for key, value in values.items() if key not in ("backend", "ready")]
+        needed = values["weights"], values["gpus_per_node"], values["forward_s"]
+        if values["backend"] not in ("nccl", "gloo") or min(needed) <= 0:
+            raise ValueError
+        if not all(map(math.isfinite, numbers + ready)) or min(numbers + ready) < 0:
+            raise ValueError
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is no file of --measure") from None
     return values

@@ -303,6 +303,7 @@ WRONG = {
     "--what": "unrecognized arguments: --what",
     "missing.json": "No such file or directory: 'missing.json'",
     "wrong.json": "wrong.json is no file of --measure",
+    "text.json": "text.json is no file of --measure",
     "list.json": "list.json is no file of --measure",
     "one.json --nodes 2": "one.json was measured on one node: give --between-gbit as well",
     "--measure out.json": "--measure runs below torchrun: RANK is not set",
@@ -315,6 +316,8 @@ def test_an_error_is_one_line(words, capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "wrong.json").write_text("{")
     (tmp_path / "list.json").write_text('{"measured": []}')
+    text = {"measured": FILE["measured"] | {"forward_s": "long"}}
+    (tmp_path / "text.json").write_text(json.dumps(text))
     one = {key: value for key, value in FILE["measured"].items() if "between" not in key}
     (tmp_path / "one.json").write_text(json.dumps({"measured": one}))
     assert WRONG[words] in said(capsys, *words.split(), code=2)
