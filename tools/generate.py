@@ -9,6 +9,7 @@ $ python tools/generate.py
 import json
 import math
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -348,6 +349,31 @@ def table(name, *columns):
     return " |\n| ".join(lines or [" | ".join("-" * len(columns))])
 
 
+def predicted():
+    """{NAME: the rows of a table} of results/predict.json: the box by kinds, and what others have.
+
+    The errors are those of the predicted speed: +3 % is too fast.
+    """
+    found = results("predict") or {"runs": [], "settings": {"published": []}}
+    kinds = {}
+    for run in found["runs"]:
+        if not run["fitted"]:
+            kinds.setdefault((run["strategy"].upper(), run["limit"]), []).append(run["error"])
+    box = [
+        f"{strategy} | {limit} | {len(errors)} | {statistics.median(map(abs, errors)):.1%} | "
+        f"{max(errors, key=abs):+.1%}"
+        for (strategy, limit), errors in kinds.items()
+    ]
+    published = [
+        f"[{run['name']}]({run['source'].split()[0]}) | {run['nodes'] * run['gpus']} | "
+        f"{run['published']:,.0f} | {run['predicted']:,.0f} | {run['error']:+.1%}"
+        for run in found["settings"]["published"]
+    ]
+    nothing = ["not measured | | | | "]
+    made = {"predict box": box or nothing, "predict published": published}
+    return {name: " |\n| ".join(rows) for name, rows in made.items()}
+
+
 def memory():
     """The rows of a table: what DDP and FSDP keep of a model in each of 8 GPUs, in GB.
 
@@ -397,6 +423,7 @@ def blocks():
     made["memory"] = memory()
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made |= figures()
+    made |= predicted()
     made["versions"] = table("versions", "torch", "unit", "full", "minimal")
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))

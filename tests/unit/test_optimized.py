@@ -15,7 +15,7 @@ ROOMS = sorted(
 
 
 def test_no_assert():
-    files = [*SCRIPTS, *ROOMS, "compose.py", "plot.py"]
+    files = [*SCRIPTS, *ROOMS, "compose.py", "plot.py", "predict.py"]
     assert len(SCRIPTS) == 7 and len(files) > 25
     for name in files:
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
@@ -25,7 +25,7 @@ def test_no_assert():
 HELP = ["distributed.py", *(full(name) for name in SCRIPTS if name != "distributed.py")]
 
 
-@pytest.mark.parametrize("name", [*HELP, "compose.py", "plot.py"])
+@pytest.mark.parametrize("name", [*HELP, "compose.py", "plot.py", "predict.py"])
 def test_help(name, tmp_path):
     if name.startswith("horovod"):
         pytest.importorskip("horovod")
