@@ -149,12 +149,12 @@ def main(rank, world_size, path):
         model.compile(dynamic=False)  # all batches have one size
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
     with user_errors(rank):
-        # What checkpoints hold. All with a state_dict() can be added: scheduler=scheduler.
+        # What checkpoints hold. Anything with a state_dict() can be added: scheduler=scheduler.
         checkpoints.attach(net, optimizer, scaler, meters)
         checkpoints.restore()  # if there is one to resume from, it fills them
         checkpoints.check_ranks_agree(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
-            checkpoints.tidy_folder()  # removes half files of a killed run, and later rows
+            checkpoints.tidy_folder()  # removes what a killed run has left half-done
     if rank == 0:
         report.print_banner(checkpoints, train_set, val_set, backend, device)
     if args.evaluate:

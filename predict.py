@@ -426,8 +426,9 @@ def main(words=None):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun sets it: one line from each node
-            print("error:", (str(error) or type(error).__name__).splitlines()[0], file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # torchrun sets it: one line from each node
+            time.sleep(30)  # the first of the node ends all; else this process has the error alone
+        print("error:", (str(error) or type(error).__name__).splitlines()[0], file=sys.stderr)
         return 2
     return 0
 
@@ -719,7 +720,8 @@ def measure(args):
         how = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "processes": world}
         how |= {"device": torch.cuda.get_device_name() if cuda else "CPU"}
         text = json.dumps({"measured": measured, "how": how}, indent=1)
-        Path(args.measure).write_text(text + "\n")
+        Path(f"{args.measure}.tmp").write_text(text + "\n")
+        os.replace(f"{args.measure}.tmp", args.measure)  # whole, or not there
         show(f"written: {args.measure}. Now: python predict.py {args.measure} --nodes 1 2 4 8")
     dist.destroy_process_group()
 

@@ -18,10 +18,12 @@ def failed(runs):
             if error:
                 late = "closed by peer" in error or "reset by peer" in error
                 text = f"{process.end['line']}  rank {rank} failed: {error.splitlines()[0][:99]}"
-                said.append((late, text))
+                said.append(((late, False, 0), text))
             elif died and (died["order"] == 0 or died["signal"] not in ENDED):
                 line = process.events[-1]["line"] if process.events else "?"
-                said.append((False, f"{line}  rank {rank} {how_it_died(died['signal'])}"))
+                # Of one that a launcher has ended for another's death the signal may be unknown.
+                order = (False, died["signal"] is None, died["order"])
+                said.append((order, f"{line}  rank {rank} {how_it_died(died['signal'])}"))
     return [text for _, text in sorted(said, key=lambda one: one[0])]
 
 
@@ -73,7 +75,10 @@ def not_compared(run):
 def recorded(run):
     """What torch's flight recorder says of each rank, where the run stood still or failed."""
     dumps = {rank: process.calls for rank, process in enumerate(run) if process.calls}
-    return [f"recorded by torch: {line}" for line in lines(dumps)] if len(run) > 1 else []
+    try:
+        return [f"recorded by torch: {line}" for line in lines(dumps)] if len(run) > 1 else []
+    except Exception as error:  # another torch's records: the report goes on without them
+        return [f"torch's flight recorder could not be read: {type(error).__name__}: {error}"]
 
 
 def tell(runs, found, seconds, said=(), file=None):

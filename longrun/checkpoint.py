@@ -215,8 +215,11 @@ class Checkpoints:
         row: a dict, after a validation: it becomes a line of metrics.jsonl. is_best: whether what
         is saved goes to model_best.pth too. checkpoint.pth comes after these two: after a crash
         before, the epoch's end is repeated. Raises OSError where it cannot be written, and leaves
-        the old one; FloatingPointError for weights that are not finite.
+        the old one; FloatingPointError for weights that are not finite; RuntimeError where
+        restore() was left out.
         """
+        if self.checkpoint:  # a run that goes on would lose all that it had learned
+            raise RuntimeError(f"{self.path} was read and not restored: call restore() first")
         bad = [name for name, x in self.net.named_parameters() if not x.isfinite().all()]
         buffers = [pair for pair in self.net.named_buffers() if pair[0] not in self.constants]
         bad += [name for name, x in buffers if x.isnan().any()]

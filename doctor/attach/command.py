@@ -50,14 +50,14 @@ def main(words):
             found = joined(*zip(*files, strict=True))
         else:
             found = here(args)
+        if args.out and args.out != "-":
+            Path(args.out).write_text(sight.written(found))
     except (OSError, ValueError) as error:
         sys.exit(fail(error))
+    if args.out == "-":  # to srun, a line for each node
+        print(sight.written(found).replace("\n", ""))
+        sys.exit(0)
     if args.out:
-        text = sight.written(found)
-        if args.out == "-":  # to srun, a line for each node
-            print(text.replace("\n", ""))
-            sys.exit(0)
-        Path(args.out).write_text(text)
         print(f" written: {args.out}. Join those of all machines: python doctor --attach FILE...")
     sys.exit(tell.tell(found))
 

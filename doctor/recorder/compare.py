@@ -160,9 +160,13 @@ def main(folder):
     if not dumps:
         print(f" no file of the flight recorder in {folder}: their names end with the rank")
         return 2
-    for line in lines(dumps):
+    try:
+        said, found = lines(dumps), findings(dumps)
+    except Exception as error:  # fields of another kind than torch's: anybody may have written it
+        print(f" the files cannot be compared: {type(error).__name__}: {error}")
+        return 2
+    for line in said:
         print(f" {line}")
-    found = findings(dumps)
     for one in found:
         print(f" {one.line + '  ' if one.line else ''}{one.text}  → docs/{one.place}")
     if not found:

@@ -422,6 +422,17 @@ def test_what_is_no_checkpoint_is_one_line_at_once(tmp_path, kind):
     refused(tmp_path / "c", f"^{path} is no checkpoint{what}", f"{tmp_path}/{kind}")
 
 
+def test_what_was_read_and_not_restored_is_not_saved_over(tmp_path):
+    """A loop of one's own may leave out restore(): its weights are those of the start."""
+    write(tmp_path, 2)
+    run = read(tmp_path)
+    run.attach(*parts())
+    before = content(tmp_path)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path}/checkpoint.pth was read and not restored"):
+        run.save()
+    assert content(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     "spoil, error, message",
     [

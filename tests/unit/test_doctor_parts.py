@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from doctor import events, judges, launch, plan, wrappers
+from doctor import events, judges, launch, plan, report, wrappers
 from doctor.events import bits
 from doctor.files import programs
 from doctor.judges import comparing, data, ending, saving, steps, training, validation  # noqa: F401
@@ -217,3 +217,22 @@ def test_bits_are_the_same_in_any_memory_format_and_for_no_other_tensor():
         other[1, 2] = 2
         assert bits(one[:, ::2]) == bits(one[:, 1::2]) != bits(other[:, ::2])
     assert bits(torch.ones(2, dtype=torch.bool)) != bits(torch.zeros(2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("signal, word", [(9, "SIGKILL"), (None, "without an exception")])
+def test_who_died_first_is_said_first(signal, word):
+    """Of the other, which the launcher has ended then, the signal is not known."""
+    group = {"kind": "group", "line": "t.py:3", "rank": 0}
+    ended = Process([group], {"signal": None, "order": 1})
+    first = Process([group | {"rank": 1}], {"signal": signal, "order": 0})
+    said = report.failed([Run([ended, first])])
+    assert "rank 1 " in said[0] and word in said[0] and len(said) == 2
+
+
+def test_a_record_of_another_kind_is_said():
+    """And the report goes on."""
+    call = {"profiling_name": "gloo:all_reduce", "frames": 5}
+    group = {"kind": "end", "line": "t.py:3", "rank": 0}
+    ranks = [Process([group], calls={"entries": [call]}) for _ in range(2)]
+    (said,) = report.recorded(Run(ranks))
+    assert said.startswith("torch's flight recorder could not be read: TypeError: ")

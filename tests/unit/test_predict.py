@@ -359,3 +359,13 @@ def test_it_imports_no_torch_to_predict(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ends:
         runpy.run_path(str(ROOT / "predict.py"), run_name="__main__")
     assert ends.value.code == 0 and "images/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [30])])
+def test_of_a_node_the_first_process_says_an_error(local_rank, waits, monkeypatch, capsys):
+    """The others wait to be ended: torchrun would end the first if they went before it."""
+    found = []
+    monkeypatch.setattr(predict.time, "sleep", found.append)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert predict.main(["--nodes", "0"]) == 2 and found == waits
+    assert capsys.readouterr().err.startswith("error: ")

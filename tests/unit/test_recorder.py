@@ -180,3 +180,10 @@ def test_without_files(tmp_path):
     output = run([PYTHON, ROOT / "doctor", "--dumps", tmp_path], tmp_path, code=2)
     assert "no file of the flight recorder" in output
     assert "is no folder" in run([PYTHON, ROOT / "doctor", "--dumps", "none"], tmp_path, code=2)
+
+
+def test_fields_of_another_kind_are_one_line(tmp_path):
+    call = {"profiling_name": "nccl:all_reduce", "frames": 5}
+    (tmp_path / "rank_0.json").write_text(json.dumps({"entries": [call]}))
+    output = run([PYTHON, ROOT / "doctor", "--dumps", tmp_path], tmp_path, code=2)
+    assert output.startswith(" the files cannot be compared: TypeError: ")
