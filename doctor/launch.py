@@ -102,17 +102,25 @@ class Deaths:
         if not any(self.files.values()):
             time.sleep(min(seconds, 0.1))
             return
-        for file, _ in self.poll.poll(1000 * seconds):
-            pid = next(pid for pid, one in self.files.items() if one == file)
-            self.poll.unregister(file)
-            os.close(file)
+        ready = {file for file, _ in self.poll.poll(1000 * seconds)}
+        gone = [pid for pid, file in self.files.items() if file in ready]
+        # Of several at once, those that were ended for another's death come last.
+        for pid in sorted(gone, key=self.was_terminated):
+            self.poll.unregister(self.files[pid])
+            os.close(self.files[pid])
             self.files[pid] = None
             self.died(pid)
+
+    def was_terminated(self, pid):
+        """Whether SIGTERM came to it, by which launchers end the others: see process.begin()."""
+        path = Path(self.folder, f"{pid}.jsonl.terminated")
+        return path.exists() and path.stat().st_size > 0
 
     def died(self, pid):
         ended = last_event(Path(self.folder, f"{pid}.jsonl"))["kind"] in ("end", "spawns")
         if pid not in self.pids and not ended:
-            self.alone[pid] = {"signal": signal_of(pid), "order": len(self.pids)}
+            number = signal.SIGTERM if self.was_terminated(pid) else signal_of(pid)
+            self.alone[pid] = {"signal": number, "order": len(self.pids)}
         self.pids.add(pid)
 
 

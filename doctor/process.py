@@ -1,7 +1,9 @@
 """A process of the script: what it does is looked at, then the script runs as if started alone."""
 
+import faulthandler
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -32,6 +34,11 @@ def be_examined():
 def begin():
     """Open this process's file of events, and watch where it stands."""
     RECORD.open()
+    # A launcher ends the others by SIGTERM, and asks for the first one's signal before the doctor
+    # can. This handler, which is no Python, notes that it came also where C++ waits; chain: then it
+    # ends the process as ever. A handler of the script takes its place.
+    terminated = open(f"{RECORD.path}.terminated", "w")  # noqa: SIM115 (for as long as it runs)
+    faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
     note("began", gpus=sys.modules["torch"].accelerator.device_count(), hash=hash("order"))
     threading.Thread(target=watch, args=(RECORD.ended,), daemon=True).start()
 

@@ -84,7 +84,7 @@ STARTED = {
 DATA = "--data /path/to/imagenet"
 # A script and its flags, behind a launcher that test_start runs.
 LAUNCHER = r"(?:torchrun --standalone --nproc-per-node=\d|\./start\.sh|python)"
-SCRIPT = rf"{LAUNCHER} (?!compose|doctor)(\w+)(?:\.py)? (?!{DATA}$)(--.*)"
+SCRIPT = rf"{LAUNCHER} (?!compose|doctor|predict)(\w+)(?:\.py)? (?!{DATA}$)(--.*)"
 NODE = r"torchrun --nnodes=2 --node-rank=[01] .*"
 SCRIPTS = "|".join(generate.SCRIPTS)
 GENERATORS = r"python tools/(figures|generate)\.py"

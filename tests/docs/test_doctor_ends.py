@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
 
 import pytest
 from conftest import PYTHON, ROOT, run
@@ -58,6 +60,32 @@ dist.all_reduce(x)
     ways = "was ended by SIGKILL after this line|ended without an exception, after this line"
     place = re.escape(line(text, "all_reduce"))
     assert re.match(rf" {place}  rank 1 ({ways})", first), output
+
+
+def test_of_two_deaths_that_are_seen_at_once_the_terminated_one_is_second(tmp_path):
+    """A busy machine may give the doctor no time between them, and their parent has asked."""
+    text = "import faulthandler, signal, sys, time\n"
+    text += "file = open(sys.argv[1], 'w')\n"
+    text += "faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)\n"
+    text += "print(1, flush=True)\ntime.sleep(60)"
+    terminated, killed = (
+        subprocess.Popen([PYTHON, "-c", text, tmp_path / name], stdout=subprocess.PIPE)
+        for name in ("first", "second")
+    )
+    for process in (terminated, killed):
+        process.stdout.readline()
+        (tmp_path / f"{process.pid}.jsonl").write_text('{"kind": "step"}\n')
+    (tmp_path / "first").rename(tmp_path / f"{terminated.pid}.jsonl.terminated")
+    deaths = launch.Deaths(tmp_path)
+    deaths.wait(0)
+    killed.kill()
+    terminated.terminate()
+    assert (killed.wait(), terminated.wait()) == (-signal.SIGKILL, -signal.SIGTERM)
+    deaths.wait(0)
+    assert deaths.alone == {
+        killed.pid: {"signal": None, "order": 0},
+        terminated.pid: {"signal": signal.SIGTERM, "order": 1},
+    }
 
 
 @pytest.mark.full
