@@ -12,7 +12,7 @@ import shutil
 import sys
 
 from longrun.arguments import ArgumentParser
-from longrun.messages import printable, show, user_errors
+from longrun.messages import print_lines, printable, user_errors
 
 # What is drawn in one panel; any other number in a row has a panel of its own.
 PANELS = {
@@ -41,9 +41,9 @@ def main():
             raise ValueError(f"no numbers to draw in {' '.join(runs)}")
         if args.out:
             draw(runs, args.out)
-            show(f"drawn: {args.out}")
+            print_lines(f"drawn: {args.out}")
         else:
-            show(*as_text(runs))
+            print_lines(*as_text(runs))
 
 
 def read_run(folder):

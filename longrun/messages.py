@@ -20,7 +20,7 @@ def user_errors(rank):
     except (ValueError, OSError, ImportError) as error:
         if rank > 0:
             time.sleep(30)  # if rank 0 has not exited by then, only this process has the error
-        say(f"error: {first_line(error)}")
+        print_error(f"error: {first_line(error)}")
         os._exit(2)  # sys.exit() would wait for loader workers, which ignore SIGTERM
 
 
@@ -43,7 +43,7 @@ def printable(text):
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def show(*lines):
+def print_lines(*lines):
     """Print lines to stdout. If nobody reads it any more, go on without it.
 
     Raises OSError where they cannot be written, such as for a full disk.
@@ -54,17 +54,17 @@ def show(*lines):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def tell(*lines):
-    """show() of a run, which goes on whatever happens to its output: it is still to be saved.
+def print_if_possible(*lines):
+    """print_lines() of a run, which goes on if its output is lost: it is still to be saved.
 
     Ctrl-C also ends the `tee` that it is piped into. What a full disk has not taken is written with
     a later line, if there is room then.
     """
     with contextlib.suppress(OSError):
-        show(*lines)
+        print_lines(*lines)
 
 
-def say(reason, trace=""):
+def print_error(reason, trace=""):
     """Write the reason of an error to stderr, as one line, below a traceback if there is one."""
     reason = printable(reason)
     trace = "\n".join(map(printable, trace.split("\n")))  # it ends with the error's own text

@@ -5,7 +5,7 @@ import socket
 
 from common.loader import end_with_parent
 
-from .messages import tell
+from .messages import print_if_possible
 
 GROUP_OF_ONE = {  # for plain python: what torchrun would set for a single process
     "RANK": "0",
@@ -47,7 +47,9 @@ def complete_environment():
     shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and shared and os.environ["RANK"] == "0":
-        tell("warning: a restart may fail: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+        print_if_possible(
+            "warning: a restart may fail: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
 
 
 def store_answers():

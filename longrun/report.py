@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from tqdm import tqdm
 
-from .messages import tell, tell_torchrun
+from .messages import print_if_possible, tell_torchrun
 
 BAR = "{desc} {bar} {n}/{total} {remaining}"
 NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}  # of scores, as they are printed
@@ -73,7 +73,7 @@ class Report:
             done = f"{progress.global_step()} of {progress.total_steps} steps are done"
             early = ", and it was ended early" if progress.ended else ""
             lines.append(f"nothing left to train: {done}{early}")
-        tell(*lines)
+        print_if_possible(*lines)
 
     def start_epoch(self, end):
         """From here on steps are timed, up to step `end`; at a terminal a bar shows them."""
@@ -99,7 +99,7 @@ class Report:
         speed = f"{self.speed():.0f} img/s"
         if self.bar is None:
             where = f"{self.title} [{self.progress.step}/{self.end}]"
-            tell("  ".join([where, speed, *map(str, meters.values()), f"lr {lr:.4g}"]))
+            print_if_possible("  ".join([where, speed, *map(str, meters.values()), f"lr {lr:.4g}"]))
         else:
             means = [f"{meter.name} {meter.avg:.3f}" for meter in [*meters.values()][:2]]
             self.bar.bar_format = " ".join([BAR, speed, *means])
@@ -140,25 +140,25 @@ class Report:
             ends.append(f"{duration(left)} left")
         if torch.cuda.is_initialized():
             ends.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
-        tell("  ".join([title, *scores, *ends]))
+        print_if_possible("  ".join([title, *scores, *ends]))
 
     def print_end(self):
         """Rank 0, when it trains no more: how a stopped run goes on, or what came out."""
         progress = self.progress
         if not progress.finished():
             where = f"stopped at {progress}, saved: --resume auto goes on"
-            tell(where)
+            print_if_possible(where)
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                tell("torchrun reports every stop as below: that is no error")
+                print_if_possible("torchrun reports every stop as below: that is no error")
                 tell_torchrun(where)
             return
         if self.started:
             epochs = f", after {progress.epoch} of {self.args.epochs} epochs"
             early = epochs if progress.ended else ""
-            tell(f"done in {duration(time.perf_counter() - self.began)}{early}")
+            print_if_possible(f"done in {duration(time.perf_counter() - self.began)}{early}")
         path = os.path.join(self.args.checkpoint_dir, "model_best.pth")
         if math.isfinite(progress.best_acc1) and os.path.exists(path):
-            tell(
+            print_if_possible(
                 f"best: {progress.best_acc1:.3f} in epoch {progress.best_epoch}, saved as {path}",
                 f"to evaluate it, add to the command: --evaluate --resume {path}",
             )

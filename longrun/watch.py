@@ -11,7 +11,7 @@ import traceback
 
 import torch
 
-from .messages import first_line, say
+from .messages import first_line, print_error
 
 NATIVE = 30  # seconds more for a hang in native code that lets no Python run
 
@@ -67,7 +67,7 @@ class Watch:
         if kind is FloatingPointError and not reason.startswith("Caught "):
             # Once one process has exited the launcher may end all: rank 0 speaks first.
             time.sleep(10 if self.rank > 0 else 0)
-            say(f"error: {reason} ({self.progress}): a lower --lr may help")
+            print_error(f"error: {reason} ({self.progress}): a lower --lr may help")
             os._exit(2)
         if reason.startswith("Caught "):  # in a loader's worker: below its stack, which is indented
             below = str(error).rpartition("Traceback (most recent call last):\n")[2].splitlines()
@@ -82,5 +82,5 @@ class Watch:
 
     def _end(self, trace, reason):
         self.ending.acquire()  # the main thread and the watching one may come at the same time
-        say(f"rank {self.rank} failed at {self.progress}: {reason}", "".join(trace))
+        print_error(f"rank {self.rank} failed at {self.progress}: {reason}", "".join(trace))
         os._exit(1)

@@ -12,7 +12,7 @@ from torchvision import models
 
 from .checkpoint import KEYS, check_whole
 from .locks import locked
-from .messages import first_line, tell
+from .messages import first_line, print_if_possible
 
 # Where others keep the weights in their checkpoints. Averaged ones come first: these were scored.
 PLACES = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")
@@ -56,7 +56,7 @@ def load_pretrained(net, checkpoints):
     if args.evaluate and new:
         raise ValueError(f"{path} has no weights for these {num_classes} classes: train it first")
     if checkpoints.rank == 0:
-        tell(told)
+        print_if_possible(told)
 
 
 def torchvision_file(args, num_classes):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longrun.arguments import ArgumentParser
-from longrun.messages import say, tell, user_errors
+from longrun.messages import print_error, print_if_possible, user_errors
 
 
 def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
@@ -41,8 +41,8 @@ def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
 def test_a_closed_stdout(monkeypatch, capfd):
     """By `>&-` in a shell."""
     monkeypatch.setattr(sys, "stdout", None)
-    say("words")
-    tell("words")
+    print_error("words")
+    print_if_possible("words")
     ArgumentParser().parse_args([])
     assert capfd.readouterr().err == "words\n"
 
@@ -79,8 +79,8 @@ NAME = "caf\u00e9\x1b[2K\r\u202e\x85\udcff\nrank 0 failed"  # of a file, as some
 def test_no_name_moves_the_cursor_or_looks_like_a_line_of_ours(encoding, e, monkeypatch, capfd):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdout", stdout)
-    tell(NAME, "next")
-    say(NAME, f"Traceback\n{NAME}\n")
+    print_if_possible(NAME, "next")
+    print_error(NAME, f"Traceback\n{NAME}\n")
     shown = rf"caf{e}\x1b[2K\r\u202e\x85\udcff"
     reason = rf"{shown}\nrank 0 failed"
     assert stdout.buffer.getvalue().decode(encoding) == f"{reason}\nnext\n"
@@ -91,13 +91,13 @@ def test_a_full_disk_and_a_closed_pipe_do_not_stop_a_run(tmp_path, monkeypatch):
     """What a full disk did not take is written once there is room."""
     stdout = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", stdout)
-    tell("first")
+    print_if_possible("first")
     with open(tmp_path / "file", "w") as file:
         os.dup2(file.fileno(), stdout.fileno())
-    tell("second")
+    print_if_possible("second")
     assert (tmp_path / "file").read_text() == "first\nsecond\n"
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
-    tell("first")
-    tell("second")
+    print_if_possible("first")
+    print_if_possible("second")
