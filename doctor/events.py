@@ -21,6 +21,8 @@ FIELDS = {
     "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK
     "shards": "weights",  # fully_shard() is about to divide these: sums by name
     "part": "",  # a group of some of the processes was made, or a mesh of two axes
+    # These ranks compute one model together: of: "layer", parts of each, or "pipeline", its stages
+    "together": "of ranks",
     "join": "",  # torch's Join(): parts of unlike length are meant
     "spawns": "",  # a process of the launcher is about to start processes of its own
     "asks": "",  # the script asked whether there is a GPU, and was told that there is none
@@ -50,11 +52,13 @@ FIELDS = {
     # ---- Training
     # weights: sums of those that DDP has wrapped, as "MODEL.NAME"; order: what was done since the
     # last step, by model; own: sums of weights that DDP does not know, ours: their number; random:
+    # parts: sums of what this process has of divided weights, by name and place in them; random:
     # states by library; zeroed: calls of zero_grad(); squares: the sum of squared gradients, of
     # plain weights and of divided ones, in the first three steps
-    "step": "weights own order lr random zeroed optimizer ours squares",
+    "step": "weights own parts order lr random zeroed optimizer ours squares",
     "mean": "counted",  # a mean of a loss, over so many numbers
-    "clip": "scaled",  # gradients are clipped; scaled: by a GradScaler, until unscale_()
+    # Gradients are clipped. scaled: by a GradScaler, until unscale_(); norm: the largest, or None
+    "clip": "scaled norm",
     "schedule": "number length",
     "rate": "number done",  # a schedule's step
     "plateau": "value",

@@ -65,8 +65,13 @@ def not_seen(run):
 
 
 def not_compared(run):
-    """A line where the weights were not compared."""
+    """A line where the weights were not compared: no two processes have the same part of one."""
     steps = run[0].of("step") if run else []
+    parts = [
+        part for process in run for part in (process.of("step") or [{"parts": ()}])[0]["parts"]
+    ]
+    if len({*parts}) < len(parts):
+        return ""
     if steps and not any(step["weights"] or step["ours"] for step in steps):
         return "the weights were not compared: each process has a part of them"
     return ""

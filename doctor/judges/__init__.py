@@ -77,7 +77,8 @@ ABOUT = {
     "save": of_the_first("save"),
     "unwaited": of_the_first("unwaited"),
 }
-# Where some processes make a group of their own, some may differ on purpose.
+# Where some processes make a group of their own, or compute a model together, some may differ on
+# purpose.
 OF_ALL = {"run", "gradient", "clip", "schedule", "save", "unwaited"}
 
 
@@ -92,6 +93,7 @@ def findings(runs, others=()):
         recorded,
         saving,
         steps,
+        together,
         training,
         validation,
     )
@@ -109,7 +111,7 @@ def findings(runs, others=()):
 def judged(run):
     said = []
     for one in JUDGES:
-        if run.noted("part") and one.about not in OF_ALL:
+        if run.noted("part", "together") and one.about not in OF_ALL:
             continue
         for answer in filter(None, answers(one, run)):
             certain = one.certain if answer.certain is None else answer.certain

@@ -149,7 +149,9 @@ def own_weights_differ(run):
     Else a hint, for each process may have a model of its own.
     """
     steps = [row for row in run.rows("step") if any(event["own"] for event in row)]
-    if run.noted("part"):  # a group of some processes: others may rightly have other weights
+    if run.noted(
+        "part", "together"
+    ):  # a group of some processes: others may rightly have other weights
         return None
     if not steps or not differ(steps[-1], "own") or not same_names(steps[-1]):
         return None

@@ -57,6 +57,7 @@ def install():
         processes,
         saving,
         shards,
+        together,
     )
 
     if not torch.cuda.is_available():
@@ -71,6 +72,7 @@ def install():
         loaders,
         saving,
         shards,
+        together,
     ):
         subject.install(torch)
     wrap(builtins, "print", before=printed)

@@ -26,8 +26,8 @@ def install(torch):
     wrap(torch.optim.Optimizer, "zero_grad", before=zero)
     wrap(torch.nn.Module, "zero_grad", before=zero_of_model)
     wrap(torch.autograd, "backward", before=lambda *_, **__: gradients.clear())
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrap(torch.nn.utils, name, lambda *_, **__: note("clip", scaled=bool(scaled)))
+    wrap(torch.nn.utils, "clip_grad_norm_", before=clip)
+    wrap(torch.nn.utils, "clip_grad_value_", before=lambda *_, **__: clip())
     wrap_scaler(torch.amp.GradScaler)
     wrap_schedules(torch.optim.lr_scheduler)
     wrap(torch, "manual_seed", before=lambda seed: note("seed", seed=int(seed)))
@@ -45,12 +45,14 @@ def step(torch, optimizer, *_):
     weights = [w for group in optimizer.param_groups for w in group["params"]]
     wrapped = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
     own = [(i, w) for i, w in enumerate(weights) if id(w) not in NAMES and is_plain(w)]
+    divided = [(i, w) for i, w in enumerate(weights) if not is_plain(w)]
     models = {model for model, *_ in wrapped}
     note(
         "step",
         optimizer=number(optimizer),
         weights={f"{model}.{name}": bits(w) for model, name, w in wrapped if looks},
         own={f"{i} {[*w.shape]}": bits(w) for i, w in own if looks},
+        parts={f"{i} {part_of(w)}": bits(w.to_local()) for i, w in divided if looks},
         ours=len(own),
         order={str(model): ORDERS.pop(model, []) for model in models},
         lr=[float(group["lr"]) for group in optimizer.param_groups],
@@ -70,6 +72,18 @@ def squares(torch, weights):
             mine = mine if is_plain(mine) else mine.to_local()
             sums[not is_plain(weight)] += mine.abs().double().square().sum().item()
     return sums
+
+
+def clip(parameters=None, max_norm=None, *args, **kwargs):
+    note("clip", scaled=bool(scaled), norm=None if max_norm is None else float(max_norm))
+
+
+def part_of(weight):
+    """Which part of a divided weight this process has: the same words for the same part."""
+    mesh, size = weight.device_mesh, [*weight.shape]
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    axes = zip(names, mesh.shape, mesh.get_coordinate() or (), weight.placements, strict=False)
+    return f"{size} {[(name, at) for name, n, at, p in axes if n > 1 and not p.is_replicate()]}"
 
 
 def leave_step(optimizer, *_):
