@@ -1,5 +1,6 @@
-"""minimal/one_gpu.py with Accelerate, Fabric and Ray Train, as they are installed: what it learns,
-and each row of the table of docs/libraries.md, found by two processes (library_facts.py).
+"""minimal/one_gpu.py with Accelerate, Fabric, Ray Train and Trainer, as they are installed: what it
+learns, and each row of the table of docs/libraries.md, found by two processes (library_facts.py and
+trainer_facts.py).
 """
 
 import json
@@ -43,7 +44,7 @@ def test_trains(name, tmp_path):
     said = dict(re.findall(r"epoch (\d): (\d+\.\d) % correct", output))
     assert list(said) == ["0", "1", "2", "3", "4"] and float(said["4"]) >= 95
     assert said["4"] == accuracy(weights)
-    if name != "with_accelerate":
+    if name not in ("with_accelerate", "with_trainer"):
         good(shutil.copy(ROOT / "minimal/distributed.py", tmp_path), ranks=2)
         assert equal(weights, torch.load(tmp_path / "digits.pth", weights_only=True))
 
@@ -55,7 +56,9 @@ def facts(tmp_path_factory):
     @cache
     def once(name):
         folder = tmp_path_factory.mktemp(name)
-        if name in ("hand", "accelerate"):  # which torchrun would start
+        if name == "trainer":
+            good(ROOT / "tests/docs/trainer_facts.py", "facts.json", ranks=2, cwd=folder)
+        elif name in ("hand", "accelerate"):  # which torchrun would start
             good(ROOT / FACTS, name, "facts.json", ranks=2, cwd=folder)
         else:
             start([PYTHON, str(ROOT / FACTS), name, "facts.json"], folder)
@@ -64,50 +67,52 @@ def facts(tmp_path_factory):
     return once
 
 
-LIBRARIES = ["hand", "accelerate", "fabric", "ray"]
+LIBRARIES = ["hand", "accelerate", "fabric", "ray", "trainer"]
 # The rows of the table: of each fact of library_facts.py, what it is with each of LIBRARIES; None
 # where it does not exist.
 ROWS = {
     "`DataLoader(data, 64)`": {  # here of 100 images, with a batch of 8
-        "batch": [4, 8, 8, 8],
-        "steps": [12, 6, 6, 6],
-        "split": [None, [[0, 1, 2, 3], [4, 5, 6, 7]], None, None],
+        "batch": [4, 8, 8, 8, 8],
+        "steps": [12, 6, 6, 6, 7],
+        "split": [None, [[0, 1, 2, 3], [4, 5, 6, 7]], None, None, None],
     },
     "`scheduler.step()`": {
-        "schedule": [1, 2, 1, 1],
-        "split_schedule": [None, 1, None, None],
+        "schedule": [1, 2, 1, 1, 1],
+        "split_schedule": [None, 1, None, None, None],
     },
-    "the loss of a part of a batch": {"gradient": [1, 0.25, 1, 1]},
+    "the loss of a part of a batch": {"gradient": [1, 0.25, 1, 1, 0.25]},
     "validation: 37 images in batches of 8": {
-        "validated": [37, 48, 38, 38],
-        "validates_all": [True, True, True, True],
-        "trimmed": [None, 37, None, None],
+        "validated": [37, 48, 38, 38, 37],
+        "validates_all": [True, True, True, True, True],
+        "trimmed": [None, 37, None, None, None],
     },
-    "training without `drop_last`: 100 images, batches of 8": {"trained": [100, 112, 100, 100]},
-    "the order in the next epoch": {"new_order": [False, True, True, False]},
+    "training without `drop_last`: 100 images, batches of 8": {
+        "trained": [100, 112, 100, 100, 112]
+    },
+    "the order in the next epoch": {"new_order": [False, True, True, False, True]},
     "a run that resumes at epoch 1": {
-        "resumed": [1, 0, 0, 1],
-        "load_state": [None, 0, None, None],
-        "seedable": [None, 1, None, None],
-        "counted": [None, None, 1, None],
+        "resumed": [1, 0, 0, 1, 1],
+        "load_state": [None, 0, None, None, None],
+        "seedable": [None, 1, None, None, None],
+        "counted": [None, None, 1, None, None],
     },
     "another seed": {
-        "seed_counts": [False, True, True, False],
-        "manual_seed_counts": [None, None, False, None],
+        "seed_counts": [False, True, True, False, True],
+        "manual_seed_counts": [None, None, False, None, None],
     },
     "a seed for each process": {
-        "random_differs": [False, False, False, False],
-        "own_random_differs": [True, True, True, True],
-        "own_seeds_share_images": [False, False, True, False],
+        "random_differs": [False, False, False, False, False],
+        "own_random_differs": [True, True, True, True, None],
+        "own_seeds_share_images": [False, False, True, False, None],
     },
-    "a number of each process": {"reduced": [1, 1, 0.5, 1]},
-    "`model.state_dict()`": {"prefix": [True, True, False, True]},
+    "a number of each process": {"reduced": [1, 1, 0.5, 1, None]},
+    "`model.state_dict()`": {"prefix": [True, True, False, True, False]},
     "BatchNorm's statistics": {
-        "own_mean": [True, True, True, True],
-        "sent_mean": [True, True, True, True],
+        "own_mean": [True, True, True, True, True],
+        "sent_mean": [True, True, True, True, False],
     },
-    "without GPUs": {"alone": [None, True, None, None]},
-    "a relative path": {"in_rays_folder": [None, None, None, True]},
+    "without GPUs": {"alone": [None, True, None, None, True]},
+    "a relative path": {"in_rays_folder": [None, None, None, True, None]},
 }
 
 
@@ -120,3 +125,9 @@ def test_a_row_of_the_table(row, facts):
 def test_the_list_has_these_rows():
     rows = re.findall(r"^- \*\*(.+)\*\*$", (ROOT / "docs/libraries.md").read_text(), re.M)
     assert rows == [*ROWS]
+
+
+def test_what_the_page_says_of_trainer_alone(facts):
+    """Its defaults, and what a flag for training does to the validation."""
+    found = facts("trainer")
+    assert (found["falls"], found["clips"], found["dropped"]) == (True, 1, 32)
