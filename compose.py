@@ -36,6 +36,12 @@ TAKES |= {
     "horovod_distributed.py": "adamw bad_images early_stopping wandb tensorboard".split(),
     "fsdp_distributed.py": "clip adamw archives early_stopping".split(),
 }
+# Scripts for a model that several processes compute together: minimal/NAME.py as it is. What each
+# process reads, sums up and saves depends on how its model is divided, so no feature fits all.
+WHOLE = {
+    "tensor_parallel": "each layer over several GPUs, with FSDP over the groups: a transformer",
+    "pipeline": "some layers on each GPU: a transformer",
+}
 HOW = {"starts": "the first word", "features": "--with", "data": "--data"}
 
 
@@ -60,6 +66,18 @@ def script(start, data="digits", features=(), file="train.py", made=None):
     template = (FOLDER / "train.py.txt").read_text(encoding="utf-8")
     made = made_by(known, chosen) if made is None else made
     return render(template, chosen, file, made)
+
+
+def whole(name, data, features):
+    """The text of a script of WHOLE. ValueError for a feature, or for data."""
+    if features or data != "digits":
+        words = " ".join(["--with " + ",".join(features)] * bool(features))
+        words = words or f"--data {data}"
+        raise ValueError(
+            f"{name} takes no {words}: its model is divided, and the lines for that depend on how; "
+            f"change minimal/{name}.py by hand, or take fsdp"
+        )
+    return (ROOT / f"minimal/{name}.py").read_text(encoding="utf-8")
 
 
 def refusal(known, chosen, language="en"):
@@ -215,12 +233,17 @@ def main():
             for choice in known[axis]:
                 if not choice.get("hidden"):
                     print(f"  {choice['name']:15} {choice['adds']['en']}")
+            if axis == "starts":
+                for name, adds in WHOLE.items():
+                    print(f"  {name:15} {adds}; no features")
         return
     start, *more = args.start
     features = " ".join(args.features).replace(",", " ").split()
     full = start.endswith(".py")
 
     def made(start, features):
+        if start in WHOLE:
+            return whole(start, args.data, features)
         return with_recipes(start, features) if full else script(start, args.data, features)
 
     try:

@@ -156,17 +156,35 @@ def total(tensor):
 
 
 def bits(tensor):
-    """The same for the same bits, in any memory format: their sum as int32, which may overflow.
+    """The same for the same bits, in any memory format: their sum as integers, which may overflow.
 
     A fifth of the time of total(): weights are looked at before each of the first steps.
     """
-    torch = sys.modules["torch"]
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    if tensor.element_size() not in whole or tensor.is_quantized:
+    whole = as_integers(tensor.detach())
+    if whole is None:
         return total(tensor)
-    kind = torch.int64 if tensor.element_size() == 8 else torch.int32
-    return str(tensor.view(whole[tensor.element_size()]).sum(dtype=kind).item())
+    torch = sys.modules["torch"]
+    kind = torch.int64 if whole.element_size() == 8 else torch.int32
+    return str(whole.sum(dtype=kind).item())
+
+
+def bits_of_each(batch):
+    """bits() of each item, in one call."""
+    whole = as_integers(batch.detach())
+    if whole is None or not whole.numel():
+        return [*map(total, batch)]
+    rows = whole.reshape(len(batch), -1).sum(1, dtype=sys.modules["torch"].int64)
+    return [*map(str, rows.tolist())]
+
+
+def as_integers(tensor):
+    """Its memory as whole numbers; None of a tensor whose memory is not its numbers in a row."""
+    torch = sys.modules["torch"]
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    known = not tensor.is_quantized and tensor.layout is torch.strided
+    kind = kinds.get(tensor.element_size()) if known else None
+    return kind and tensor.view(kind)
 
 
 def is_plain(tensor):

@@ -358,18 +358,20 @@ def predicted():
     kinds = {}
     for run in found["runs"]:
         if not run["fitted"]:
-            kinds.setdefault((run["strategy"].upper(), run["limit"]), []).append(run["error"])
+            processes = "4 and 8" if run["world"] <= 8 else str(run["world"])
+            kind = (processes, run["strategy"].upper(), run["limit"])
+            kinds.setdefault(kind, []).append(run["error"])
     box = [
-        f"{strategy} | {limit} | {len(errors)} | {statistics.median(map(abs, errors)):.1%} | "
+        f"{' | '.join(kind)} | {len(errors)} | {statistics.median(map(abs, errors)):.1%} | "
         f"{max(errors, key=abs):+.1%}"
-        for (strategy, limit), errors in kinds.items()
+        for kind, errors in sorted(kinds.items(), key=lambda one: len(one[0][0]), reverse=True)
     ]
     published = [
         f"[{run['name']}]({run['source'].split()[0]}) | {run['nodes'] * run['gpus']} | "
         f"{run['published']:,.0f} | {run['predicted']:,.0f} | {run['error']:+.1%}"
         for run in found["settings"]["published"]
     ]
-    nothing = ["not measured | | | | "]
+    nothing = ["not measured | | | | | "]
     made = {"predict box": box or nothing, "predict published": published}
     return {name: " |\n| ".join(rows) for name, rows in made.items()}
 

@@ -8,7 +8,7 @@ import functools
 import itertools
 import os
 
-from ..events import RECORD, note, note_in_worker, total, users_line
+from ..events import RECORD, bits_of_each, note, note_in_worker, total, users_line
 from . import wrap
 from .optimizers import random_states
 
@@ -140,9 +140,12 @@ def got(torch, batch, self):
         items = [(" ".join(map(total, tensors)), 0, 0)]
     else:
         sums = [x for x in tensors if len(x) == len(index)]
-        sums = [[*map(total, x)] for x in sorted(sums, key=lambda x: x.numel())] or [index]
+        sums.sort(key=lambda x: x.numel())
+        # The smallest is taken for the labels, whose values are read; the largest for the images.
+        labels = [*map(total, sums[0])] if sums else index
+        images = bits_of_each(sums[-1]) if len(sums) > 1 else labels
         names = [name_of(torch, self._dataset, i) for i in index]
-        items = [(name, *(of[i] for of in (sums[0], sums[-1]))) for i, name in enumerate(names)]
+        items = [*zip(names, labels, images, strict=True)]
     grad = torch.is_grad_enabled()
     note("batch", number=getattr(self, "doctors_pass", -1), items=items, grad=grad)
 

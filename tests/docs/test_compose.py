@@ -90,7 +90,10 @@ def test_the_command(tmp_path):
     added = [line for line in command(*words, "--diff", "clip").splitlines() if line[0] == "+"]
     assert "clip_grad_norm_" in added[-1] and "unscale_" in added[-2]
     assert "-    rank = " in command("one_gpu", "--diff", "torchrun")
-    assert all(f"  {name} " in command("--list") for name in [*STARTS, *FEATURES, *DATA])
+    listed = command("--list")
+    assert all(f"  {name} " in listed for name in [*STARTS, *compose.WHOLE, *FEATURES, *DATA])
+    for name in compose.WHOLE:
+        assert command(name) == (ROOT / f"minimal/{name}.py").read_text()
 
 
 def test_full_scripts_with_recipes(tmp_path):
@@ -120,6 +123,8 @@ def test_full_scripts_with_recipes(tmp_path):
         ("dataparallel --with compile", "DataParallel copies the net anew"),
         ("accelerate --with accumulate,weighted", "Accelerate's accumulate"),
         ("torchrun --with amp --diff f1", "--diff f1 needs f1 in --with"),
+        ("tensor_parallel --with amp", "tensor_parallel takes no --with amp: its model is"),
+        ("pipeline --data own", "pipeline takes no --data own: its model is divided"),
         ("distributed.py --with f1,ema", "f1 does not fit distributed.py with ema: they change"),
         ("fsdp_distributed.py --with f1", "fsdp_distributed.py takes no f1, but clip, adamw"),
         ("train.py --with f1", "train.py is none of distributed.py, "),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from doctor import events, judges, launch, plan, report, wrappers
-from doctor.events import bits
+from doctor.events import bits, bits_of_each
 from doctor.files import programs
 from doctor.judges import comparing, data, ending, saving, steps, training, validation  # noqa: F401
 from doctor.run import Process, Run
@@ -180,7 +180,8 @@ def test_a_loop_over_a_set_is_seen_and_no_variable_is_kept(over, tmp_path, monke
     """The line is in a function of a script, which frees what it has by `del`."""
     script = tmp_path / "train.py"
     script.write_text(
-        "def main(kept, look, weak):\n"
+        "def main(box, look, weak):\n"
+        "    kept = box.pop()\n"
         "    names, found = {'a', 'b'}, []\n"
         f"    for name in {over}:\n"
         "        found.append(look(1))\n"
@@ -194,8 +195,8 @@ def test_a_loop_over_a_set_is_seen_and_no_variable_is_kept(over, tmp_path, monke
     monkeypatch.setattr(sets, "is_users", lambda file: file == str(script))
     kept = [Kept()]
     weak = weakref.ref(kept[0])
-    found, left = here["main"](kept.pop(), sets.loop_over_a_set, weak)
-    line = None if "sorted" in over else "train.py:3"
+    found, left = here["main"](kept, sets.loop_over_a_set, weak)
+    line = None if "sorted" in over else "train.py:4"
     assert found == [line] * 2 and left is None
 
 
@@ -217,6 +218,19 @@ def test_bits_are_the_same_in_any_memory_format_and_for_no_other_tensor():
         other[1, 2] = 2
         assert bits(one[:, ::2]) == bits(one[:, 1::2]) != bits(other[:, ::2])
     assert bits(torch.ones(2, dtype=torch.bool)) != bits(torch.zeros(2, dtype=torch.bool))
+
+
+def test_bits_of_each_item():
+    """The same in another place of a batch, and in any memory format."""
+    images = torch.randn(4, 3, 5, 5)
+    images[3] = images[1]
+    found = bits_of_each(images)
+    assert found == bits_of_each(images.to(memory_format=torch.channels_last))
+    assert found == bits_of_each(images[[1, 0, 2, 3]][[1, 0, 2, 3]])
+    assert found[1] == found[3] and len({*found}) == 3
+    assert len({*bits_of_each(torch.eye(3).to_sparse())}) == 1  # each has a single 1
+    for empty in (torch.ones(0, 3), torch.ones(2, 0)):
+        assert len(bits_of_each(empty)) == len(empty)
 
 
 @pytest.mark.parametrize("signal, word", [(9, "SIGKILL"), (None, "without an exception")])
