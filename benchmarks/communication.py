@@ -26,7 +26,7 @@ WARM_UP = 20  # steps before PowerSGD begins
 
 
 def main():
-    args = make_parser("communication", __doc__, rounds=10).parse_args()
+    args = make_parser("communication", __doc__, rounds=20).parse_args()
     clean_up_on_sigterm()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -40,14 +40,16 @@ def main():
                 found.append(one.ask((way, seed)))
                 other.answer()
             rows.append(row_of(way, found))
+    plain = rows[0]
     for row in rows:
-        row["as_plain"] = row["weights"] == rows[0]["weights"]
-        row["against"] = mean(a - b for a, b in zip(row["all"], rows[0]["all"], strict=True))
+        row["as_plain"] = row["weights"] == plain["weights"]
+        row["points"] = against(row, plain, "all", lambda a, b: a - b)
+        row["percent"] = against(row, plain, "losses", lambda a, b: 100 * (a / b - 1))
     columns = {
-        "": "way",
+        "": "name",
         "correct (%)": "correct",
-        "against plain": "against",
-        "validation loss": "loss",
+        "against plain": "points",
+        "loss against plain (%)": "percent",
         "KiB sent in a step": "sent_kib",
         "optimizer, KiB in a process": "state_kib",
         "weights as plain": "as_plain",
@@ -59,15 +61,21 @@ def row_of(way, found):
     """A row: means over the seeds."""
     correct = [one["correct"] for one in found]
     return {
-        "way": way,
+        "name": way,
         "correct": mean(correct),
-        "spread": stdev(correct) if len(correct) > 1 else 0.0,
         "all": correct,
-        "loss": mean(one["loss"] for one in found),
+        "losses": [one["loss"] for one in found],
         "sent_kib": found[0]["sent"] / 1024,
         "state_kib": found[0]["state"] / 1024,
         "weights": [one["weights"] for one in found],
     }
+
+
+def against(row, plain, key, difference):
+    """The mean over the seeds, and the standard error of that mean, in words."""
+    found = [difference(a, b) for a, b in zip(row[key], plain[key], strict=True)]
+    error = stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+    return f"{mean(found):+.2f} ± {error:.2f}"
 
 
 def serve(connection, rank, port):

@@ -426,6 +426,8 @@ def blocks():
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made |= figures()
     made |= predicted()
+    sends = ["name", "points", "percent", "sent_kib", "state_kib"]
+    made["communication"] = table("communication", *sends)
     made["versions"] = table("versions", "torch", "unit", "full", "minimal")
     made |= lesson()
     made["mistakes"] = str(len(list((ROOT / "bugs").glob("*.diff"))))

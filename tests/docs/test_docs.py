@@ -138,7 +138,9 @@ TESTED = {
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
     r"python compose\.py .*": "docs/test_compose.py::test_the_command",
     r"torchrun .* -- gan\.py .*": "docs/test_docs.py::test_flags_that_torchrun_would_take",
-    r"python -m benchmarks\.(loader|scale|step|strategies).*": "run/test_benchmark.py::command",
+    r"python -m benchmarks\.(communication|loader|scale|step|strategies).*": (
+        "run/test_benchmark.py::command"
+    ),
     r"python -m benchmarks\.(batches|facts|gpu_hour).*": "run/test_gpu_hour.py::test_all_parts",
     r"python tools/record\.py": "docs/test_record.py::test_the_recording",
     r"python tools/versions\.py .*": "docs/test_docs.py::test_versions_of_torch",

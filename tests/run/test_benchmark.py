@@ -12,6 +12,7 @@ import pytest
 from conftest import PYTHON, Job, each, run
 from PIL import Image
 
+from benchmarks.communication import WAYS
 from benchmarks.loader import NAMES
 from tests.launched import IN_ROOT
 
@@ -33,6 +34,11 @@ BENCHMARKS = {
         "--rounds 1 --files 100 300 --classes 10 --batch-size 20 --workers 1",
         [*itertools.product([100, 300], ["usual recipe", "ours", "ours, an archive"])],
         ["start_s", "us_per_image", "worker_private_mb"],
+    ),
+    "communication": (
+        "--rounds 2",
+        [(None, name) for name in WAYS],
+        ["correct", "sent_kib", "state_kib"],
     ),
     "strategies": (
         "--images 64 --batch-size 16 --image-size 24 --epochs 2 --rounds 1 "
