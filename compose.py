@@ -40,6 +40,7 @@ TAKES |= {
 # process reads, sums up and saves depends on how its model is divided, so no feature fits all.
 WHOLE = {
     "tensor_parallel": "each layer over several GPUs, with FSDP over the groups: a transformer",
+    "pretrained": "FSDP from weights in a file, with LoRA if wanted: a transformer",
     "pipeline": "some layers on each GPU: a transformer",
 }
 HOW = {"starts": "the first word", "features": "--with", "data": "--data"}

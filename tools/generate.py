@@ -426,6 +426,8 @@ def blocks():
     made["loader"] = table("loader", "name", "images_per_second", "to_usual", "first_batch_ms")
     made |= figures()
     made |= predicted()
+    made["shards"] = table("shards", "name", "rank_0_mb", "others_mb")
+    made["shards whole"] = f"{results('shards')['runs'][0]['whole_mb']:.0f}"
     sends = ["name", "points", "percent", "sent_kib", "state_kib"]
     made["communication"] = table("communication", *sends)
     made["versions"] = table("versions", "torch", "unit", "full", "minimal")

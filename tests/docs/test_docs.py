@@ -126,6 +126,7 @@ TESTED = {
     r".* minimal/(segmentation|gan)\.py": "docs/test_tasks.py::test_the_command_learns",
     any_of(in_docstrings("minimal")): "docs/test_minimal.py::test_trains_and_saves",
     r"torchrun .* minimal/transformer\.py": "docs/test_transformer.py::test_learns",
+    r"torchrun .* minimal/pretrained\.py": "docs/test_pretrained.py::test_trains_as_one_process",
     r"torchrun .* minimal/(tensor_p\w+|pipeline)\.py": "docs/test_beyond.py::test_trains_as_one_",
     r"patch minimal/transformer\.py .*": "docs/test_transformer.py::test_other_strategies",
     r"python -m torch\.distributed\.checkpoint\..*": "docs/test_transformer.py::test_learns",
@@ -138,7 +139,7 @@ TESTED = {
     r"tools/install_horovod\.sh": "cluster/test_horovod.py::test_install",
     r"python compose\.py .*": "docs/test_compose.py::test_the_command",
     r"torchrun .* -- gan\.py .*": "docs/test_docs.py::test_flags_that_torchrun_would_take",
-    r"python -m benchmarks\.(communication|loader|scale|step|strategies).*": (
+    r"python -m benchmarks\.(communication|loader|scale|shards|step|strategies).*": (
         "run/test_benchmark.py::command"
     ),
     r"python -m benchmarks\.(batches|facts|gpu_hour).*": "run/test_gpu_hour.py::test_all_parts",

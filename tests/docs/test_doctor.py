@@ -64,6 +64,7 @@ NAMED = {
     "workers_per_process": ["train_loader = "],
 }
 NOT_NAMED = {
+    "async_save_not_awaited",
     "f1_per_process",
     "longer_schedule",
     "mean_of_means",

@@ -14,6 +14,7 @@ from PIL import Image
 
 from benchmarks.communication import WAYS
 from benchmarks.loader import NAMES
+from benchmarks.shards import WAYS as LOADS
 from tests.launched import IN_ROOT
 
 PATIENCE = 400  # seconds: several processes import torch at the same time
@@ -39,6 +40,11 @@ BENCHMARKS = {
         "--rounds 2",
         [(None, name) for name in WAYS],
         ["correct", "sent_kib", "state_kib"],
+    ),
+    "shards": (
+        "--rounds 1 --width 128 --blocks 2",
+        [(None, name) for name in LOADS],
+        ["whole_mb"],
     ),
     "strategies": (
         "--images 64 --batch-size 16 --image-size 24 --epochs 2 --rounds 1 "
