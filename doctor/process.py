@@ -1,6 +1,7 @@
 """A process of the script: what it does is looked at, then the script runs as if started alone."""
 
 import faulthandler
+import gc
 import os
 import runpy
 import signal
@@ -39,6 +40,7 @@ def begin():
     # ends the process as ever. A handler of the script takes its place.
     terminated = open(f"{RECORD.path}.terminated", "w")  # noqa: SIM115 (for as long as it runs)
     faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
+    gc.freeze()  # collections, ours too, do not look at all of torch
     note("began", gpus=sys.modules["torch"].accelerator.device_count(), hash=hash("order"))
     threading.Thread(target=watch, args=(RECORD.ended,), daemon=True).start()
 
