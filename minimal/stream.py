@@ -37,23 +37,18 @@ def build_net():  # takes images, float32 [n, 1, 8, 8]; gives a score for each d
 def write_shards():  # of the digits: KEY.npy is an image, KEY.cls its class
     digits, draw = load_digits(), random.Random(0)
     folder = Path(f"{DATA}.unfinished")
-    for part in ("train", "val"):
+    for part, rest in (("train", range(4)), ("val", [4])):  # every fifth is for validation
         (folder / part).mkdir(parents=True, exist_ok=True)
-        left = [i for i in range(1797) if (i % 5 == 4) == (part == "val")]
-        for number in range(len(left)):
-            if not left:
-                break
-            size = draw.randint(12, 24)  # shards of your own differ in length too
-            with tarfile.open(folder / part / f"{number:04d}.tar", "w") as archive:
-                for i in left[:size]:
+        left = iter([i for i in range(1797) if i % 5 in rest])
+        while some := list(islice(left, draw.randint(12, 24))):  # yours differ in length too
+            with tarfile.open(folder / part / f"{some[0]:04d}.tar", "w") as archive:
+                for i in some:
                     image = io.BytesIO()
                     np.save(image, digits.images[i].astype(np.uint8))
-                    files = {"npy": image.getvalue(), "cls": b"%d" % digits.target[i]}
-                    for kind, data in files.items():
+                    for kind, data in ("npy", image.getvalue()), ("cls", b"%d" % digits.target[i]):
                         info = tarfile.TarInfo(f"{i:04d}.{kind}")
                         info.size = len(data)
                         archive.addfile(info, io.BytesIO(data))
-            left = left[size:]
     os.replace(folder, DATA)  # whole, or not there
 
 

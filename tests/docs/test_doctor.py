@@ -70,6 +70,8 @@ NOT_NAMED = {
     "pipeline_clip_per_stage",
     "pipeline_sampler_by_rank",
     "ratio_per_process",
+    "stream_join",
+    "stream_starts_again",
     "tensor_clip_own_part",
     "tensor_qkv_cut",
     "tensor_sampler_by_rank",
