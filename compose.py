@@ -36,11 +36,12 @@ TAKES |= {
     "horovod_distributed.py": "adamw bad_images early_stopping wandb tensorboard".split(),
     "fsdp_distributed.py": "clip adamw archives early_stopping".split(),
 }
-# Scripts for a model that several processes compute together: minimal/NAME.py as it is. What each
-# process reads, sums up and saves depends on how its model is divided, so no feature fits all.
+# Scripts whose model or data is divided in a way of its own: minimal/NAME.py as it is. What each
+# process reads, sums up and saves depends on that, so no feature fits all.
 WHOLE = {
     "tensor_parallel": "each layer over several GPUs, with FSDP over the groups: a transformer",
     "pretrained": "FSDP from weights in a file, with LoRA if wanted: a transformer",
+    "stream": "DDP on tar shards or any stream, resumed in the middle of an epoch",
     "pipeline": "some layers on each GPU: a transformer",
 }
 HOW = {"starts": "the first word", "features": "--with", "data": "--data"}
@@ -75,8 +76,8 @@ def whole(name, data, features):
         words = " ".join(["--with " + ",".join(features)] * bool(features))
         words = words or f"--data {data}"
         raise ValueError(
-            f"{name} takes no {words}: its model is divided, and the lines for that depend on how; "
-            f"change minimal/{name}.py by hand, or take fsdp"
+            f"{name} takes no {words}: what each process reads and saves depends on how it "
+            f"divides; change minimal/{name}.py by hand"
         )
     return (ROOT / f"minimal/{name}.py").read_text(encoding="utf-8")
 

@@ -18,7 +18,7 @@ from sklearn.metrics import f1_score
 from torch.utils.data import DistributedSampler
 
 from minimal import one_gpu
-from tests.docs import test_beyond, test_pretrained
+from tests.docs import test_beyond, test_pretrained, test_stream
 from tests.docs.copies import accuracy, edited, patched, predicted, validation_set
 from tests.docs.ranks import run_ranks
 
@@ -400,6 +400,7 @@ else:
 
 
 def test_each_mistake_is_here():
-    """Or, against other scripts than minimal/distributed.py, in test_beyond or test_pretrained."""
+    """Or, against other scripts than minimal/distributed.py, in other files."""
     there = {path.stem for path in (ROOT / "bugs").iterdir()}
-    assert there == MISTAKES.keys() | test_beyond.MISTAKES.keys() | {test_pretrained.MISTAKE}
+    others = test_beyond.MISTAKES.keys() | test_stream.MISTAKES | {test_pretrained.MISTAKE}
+    assert there == MISTAKES.keys() | others

@@ -128,6 +128,7 @@ TESTED = {
     r"torchrun .* minimal/transformer\.py": "docs/test_transformer.py::test_learns",
     r"torchrun .* minimal/pretrained\.py": "docs/test_pretrained.py::test_trains_as_one_process",
     r"torchrun .* minimal/(tensor_p\w+|pipeline)\.py": "docs/test_beyond.py::test_trains_as_one_",
+    r"torchrun .* minimal/stream\.py": "docs/test_stream.py::test_trains_as_one_process",
     r"patch minimal/transformer\.py .*": "docs/test_transformer.py::test_other_strategies",
     r"python -m torch\.distributed\.checkpoint\..*": "docs/test_transformer.py::test_learns",
     any_of(in_docstrings("minimal/libraries")): "docs/test_libraries.py::test_trains",

@@ -69,6 +69,8 @@ NOT_NAMED = {
     "longer_schedule",
     "mean_of_means",
     "ratio_per_process",
+    "stream_join",
+    "stream_starts_again",
     "tensor_qkv_cut",
 }
 # Named too, in other scripts: see test_doctor_together.py.

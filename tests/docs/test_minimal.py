@@ -24,6 +24,7 @@ TASKS = {
     "transformer",
     "tensor_parallel",
     "pipeline",
+    "stream",
     "segmentation",
     "gan",
 }  # with tests of their own
