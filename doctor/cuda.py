@@ -75,11 +75,11 @@ def use_cpus_for_gpus(torch):
 
 
 def stand_in(torch):
-    """For the functions of torch.cuda that need a driver."""
+    """For the functions of torch.cuda that need a driver. torch.compile wants no object twice."""
     for name in DO_NOTHING:
-        setattr(torch.cuda, name, nothing)
+        setattr(torch.cuda, name, answering(0))
     for name in CONTEXTS:
-        setattr(torch.cuda, name, Nothing)
+        setattr(torch.cuda, name, type(name, (Nothing,), {}))
     known = {"name": NAME, "total_memory": BYTES, "major": 8, "minor": 0}
     known = types.SimpleNamespace(**known, multi_processor_count=100)
     answers = {
@@ -96,12 +96,16 @@ def stand_in(torch):
         "get_rng_state_all": [],
     }
     for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
+        setattr(torch.cuda, name, answering(answer))
 
 
-def nothing(*args, **kwargs):
-    note_the_first()
-    return 0
+def answering(answer):
+    def call(*args, **kwargs):
+        if is_users(sys._getframe(1).f_code.co_filename):  # libraries ask too
+            note_the_first()
+        return answer
+
+    return call
 
 
 def note_the_first():

@@ -215,6 +215,14 @@ SENTENCES = {
     "{text}; {count} messages": "{text}；点对点消息 {count} 条",
     "doctor --dumps: {folder} is no folder": "doctor --dumps：{folder} 不是文件夹",
     "left out: {reason}": "跳过：{reason}",
+    "{file}: {why}": "{file}：{why}",
+    "{file}: another file is of rank {rank}, too": "{file}：另一个文件也是 rank {rank} 的",
+    "no JSON: {error}": "不是 JSON：{error}",
+    "no pickle of plain values: {error}": "不是只含普通值的 pickle：{error}",
+    "it holds {name}, and would run it": "里面有 {name}，读取时会运行它",
+    "it holds a reference to something outside": "里面引用了外部的内容",
+    "it has no list of entries": "里面没有记录的列表",
+    "its entries are no calls": "里面的记录不是调用",
     "no file of the flight recorder in {folder}: their names end with the rank": (
         "{folder} 里没有 flight recorder 的文件：它们的文件名以 rank 结尾"
     ),
