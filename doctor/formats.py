@@ -1,6 +1,6 @@
 """What was found, for programs: JSON, lines that GitHub shows in the code, and SARIF.
 
-Their words are English in every locale, but for GitHub's, which are read by people.
+Their words are English in every locale: a tool compares them with those of the last run.
 """
 
 import json

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from .words import say
 IDLE, BUSY = 8, 40
 # torch's, not numpy's SeedSequence.spawn(). Where this misses one, "spawns" is noted.
 # Takes the launcher's place: its words name files, which are kept first, see files/programs.py.
-BY = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+BY = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 SPAWNS = re.compile(r"\b(mp|multiprocessing)\.spawn\(|(?<![\w.])spawn\(")
 
 
@@ -85,7 +86,8 @@ class Launcher:
         self.words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         self.words += [f"--nproc-per-node={processes}"]
         if args.by:
-            self.words = [sys.executable, "-c", BY, *shlex.split(args.by)]
+            first, *others = shlex.split(args.by)
+            self.words = [sys.executable, "-c", BY, shutil.which(first), *others]
         elif own:
             self.words = [sys.executable]
 

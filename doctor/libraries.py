@@ -70,8 +70,8 @@ def on_cpus(arguments):
     env, devices = os.environ, arguments["devices"]
     here = int(env.get("LOCAL_WORLD_SIZE", 0))  # of a launcher
     if not here:
-        many = isinstance(devices, (list, tuple))
-        here = len(devices) if many else devices if isinstance(devices, int) else 2
+        here = len(devices) if isinstance(devices, (list, tuple)) else 2
+        here = int(devices) if str(devices).isdigit() else here
     arguments |= {"accelerator": "cpu", "devices": max(here, 1)}
     if "LOCAL_WORLD_SIZE" in env:
         arguments["num_nodes"] = int(env["WORLD_SIZE"]) // here

@@ -56,8 +56,9 @@ def check(parser, args):
     """Exit with one line, before anything is started, if it cannot be."""
     if args.n < 1 or args.nodes < 1 or args.n % args.nodes:
         parser.error(f"-n {args.n} --nodes {args.nodes}: each machine needs as many processes")
-    if args.by and not shutil.which(shlex.split(args.by)[0]):
-        parser.error(f"--by: there is no command {shlex.split(args.by)[0]}")
+    first, *_ = shlex.split(args.by or "") or [""]
+    if args.by and not shutil.which(first):
+        parser.error(f"--by: there is no command {first}")
     check_script(parser, args)
     text = text_of(args)
     for action in parser._actions:

@@ -43,11 +43,12 @@ def check_up(args, files):
     if runs[0].noted("spawns"):
         args.starts_its_own = True
         runs = examine(args, files, args.n, args.nodes)
-    group, steps, well = went_on(runs)
-    if runs[0].noted("asks") and not (group and (steps or well)):
+    of_files = []
+    if wants_gpus(args, runs):
+        of_files = files.put_back()
         runs = as_if_with_gpus(args, files, runs)
     seconds = time.monotonic() - began
-    more = OtherRuns(args, files, runs, seconds)
+    more = OtherRuns(args, files, runs, seconds, of_files)
     found = findings(runs, more.findings())
     return report.tell(runs, found, seconds, [*more.said, *more.of_files], args)
 
@@ -59,15 +60,24 @@ def went_on(runs):
     return group, group and run.noted("step"), not report.failed(runs)
 
 
+def wants_gpus(args, runs):
+    """Whether it has asked for a GPU, and did not go on when it was told that there is none.
+
+    Ray waits for GPUs, for ever; and its processes are not looked at.
+    """
+    group, steps, well = went_on(runs)
+    ray = re.search(r"^(import|from) ray\b", text_of(args), re.M)
+    return runs[0].noted("asks") and not (group and (steps or well)) and not ray
+
+
 def as_if_with_gpus(args, files, runs):
     """The Runs of a script that was told that there is a GPU, if that brings it further."""
-    files.put_back()
     files.begin()
     args.gpus = True
-    again = examine(args, files, args.n, args.nodes)
+    again = examine(args, files, args.n, args.nodes, quiet=True)
     if again[0].noted("spawns"):
         args.starts_its_own = True
-        again = examine(args, files, args.n, args.nodes)
+        again = examine(args, files, args.n, args.nodes, quiet=True)
     args.gpus = went_on(again) > went_on(runs)
     return again if args.gpus else runs
 
@@ -75,11 +85,11 @@ def as_if_with_gpus(args, files, runs):
 class OtherRuns:
     """What only another run can show. Each is made if the first was short enough."""
 
-    def __init__(self, args, files, runs, seconds):
+    def __init__(self, args, files, runs, seconds, of_files=()):
         self.args, self.files, self.run, self.seconds = args, files, runs[0], seconds
         self.until = time.monotonic() + (0 if args.quick else args.budget)
         self.said = []  # a line about each
-        self.of_files = []  # what became of the files
+        self.of_files = [*of_files]  # what became of the files
 
     def findings(self):
         args, run, found = self.args, self.run, []
@@ -94,7 +104,7 @@ class OtherRuns:
         well = compared and all(process.end["error"] == "" for process in run)
         if compared and (args.twice or (well and self.may_resume() and self.time_for(AGAIN))):
             found.append(self.started_again())
-        self.of_files = self.files.put_back(args.keep)
+        self.put_back(args.keep)
         by_torchrun = compared and Launcher(args, args.n).is_torchrun
         if args.against_one and not by_torchrun:
             self.said.append(say("not compared with one process: the script starts its own"))
@@ -110,8 +120,11 @@ class OtherRuns:
         """The Runs of a start with the files as they were before, but for new ones with --keep."""
         self.files.begin()
         runs = examine(self.args, self.files, processes, nodes, quiet=True)
-        self.of_files += [one for one in self.files.put_back() if one not in self.of_files]
+        self.put_back()
         return runs
+
+    def put_back(self, keep=False):
+        self.of_files += [one for one in self.files.put_back(keep) if one not in self.of_files]
 
     def time_for(self, what, times=1.0):
         if self.args.quick:

@@ -19,6 +19,8 @@ NAMES = {
     "a command that it has started": "它启动的命令",
     "the network": "网络",
     "a result of the GPU": "GPU 的结果",
+    "py-spy took longer than 60 s": "py-spy 用了 60 秒以上",
+    "py-spy said nothing": "py-spy 什么都没有输出",
 }
 # (pattern, what stands there in Chinese): of conditions and calls that are made up of parts.
 PATTERNS = [
