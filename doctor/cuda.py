@@ -1,6 +1,8 @@
 """A stand-in: without GPUs a script that names them runs as it is. cuda is the CPU, nccl is gloo.
 
-It proves nothing about GPUs; it lets the script come to the lines that are looked at.
+It proves nothing about GPUs; it lets the script come to the lines that are looked at. A script that
+asks whether there is a GPU is told that there is none; if it does not go on without, it is started
+again and told that there is one (RECORD.gpus, see plan.py).
 """
 
 import atexit
@@ -9,24 +11,58 @@ import inspect
 import os
 import re
 import sys
+import types
 from pathlib import Path
 
+from . import libraries
 from .events import RECORD, is_users, note
 
-DO_NOTHING = """set_device empty_cache synchronize current_device memory_allocated
-max_memory_allocated max_memory_reserved reset_peak_memory_stats""".split()
+DO_NOTHING = """set_device empty_cache synchronize current_device memory_allocated memory_reserved
+max_memory_allocated max_memory_reserved reset_peak_memory_stats reset_max_memory_allocated
+reset_accumulated_memory_stats ipc_collect set_rng_state set_rng_state_all utilization
+set_per_process_memory_fraction""".split()
+CONTEXTS = "device device_of stream Stream Event ExternalStream".split()
+BYTES = 80 << 30  # of memory, of a GPU that is not there
+NAME = "no GPU: the CPU takes its place"
+
+
+class Nothing:
+    """A stream, an event or a `with torch.cuda.device(0)`: all is done on the CPU, in order."""
+
+    def __init__(self, *args, **kwargs):
+        self.device = "cpu"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+    def record_event(self, event=None):
+        return event or Nothing()
+
+    def record(self, *_):
+        return None
+
+    synchronize = wait = wait_event = wait_stream = record
 
 
 def use_cpus_for_gpus(torch):
     mode = on_cpu(torch)
     mode.__enter__()
     atexit.register(mode.__exit__, None, None, None)
-    for name in DO_NOTHING:
-        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+    stand_in(torch)
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerate would train alone
     torch.accelerator.set_device_index = torch.cuda.set_device
     torch.cuda.is_available = noted(torch.cuda.is_available)
-    torch.cuda.device_count = device_count
+    torch.accelerator.is_available = noted(torch.accelerator.is_available)
+    torch.cuda.device_count = torch.accelerator.device_count = device_count
     dist = torch.distributed
     always(dist, "init_process_group", backend="gloo", device_id=None, pg_options=None)
     always(dist, "new_group", backend="gloo", device_id=None, pg_options=None)
@@ -35,6 +71,51 @@ def use_cpus_for_gpus(torch):
     always(torch, "load", map_location="cpu")
     always(torch.nn.Module, "cuda", device=None)
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = keep_batchnorm
+    libraries.install()
+
+
+def stand_in(torch):
+    """For the functions of torch.cuda that need a driver. torch.compile wants no object twice."""
+    for name in DO_NOTHING:
+        setattr(torch.cuda, name, answering(0))
+    for name in CONTEXTS:
+        setattr(torch.cuda, name, type(name, (Nothing,), {}))
+    known = {"name": NAME, "total_memory": BYTES, "major": 8, "minor": 0}
+    known = types.SimpleNamespace(**known, multi_processor_count=100)
+    answers = {
+        "current_stream": Nothing(),
+        "default_stream": Nothing(),
+        "get_device_name": NAME,
+        "get_device_capability": (8, 0),
+        "get_device_properties": known,
+        "mem_get_info": (BYTES, BYTES),
+        "memory_summary": NAME,
+        "memory_stats": {},
+        "is_bf16_supported": True,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": [],
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answering(answer))
+
+
+def answering(answer):
+    def call(*args, **kwargs):
+        if is_users(sys._getframe(1).f_code.co_filename):  # libraries ask too
+            note_the_first()
+        return answer
+
+    return call
+
+
+def note_the_first():
+    """The first line that names a GPU."""
+    if RECORD.pid and not note_the_first.done:
+        note_the_first.done = True
+        note("names a gpu")
+
+
+note_the_first.done = False
 
 
 def on_cpu(torch):
@@ -42,12 +123,18 @@ def on_cpu(torch):
 
     def cpu(x):
         number = type(x) is int
-        return "cpu" if number or (not torch.is_tensor(x) and str(x).startswith("cuda")) else x
+        if number or (not torch.is_tensor(x) and str(x).startswith("cuda")):
+            note_the_first()
+            return "cpu"
+        return x
 
     class OnCPU(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, called, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if called in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            if called is torch.Tensor.pin_memory:
+                return args[0]
+            if called is torch.Tensor.cuda:
+                note_the_first()
                 return args[0]
             if called is torch.Tensor.to:
                 args = (args[0], *map(cpu, args[1:]))
@@ -61,7 +148,10 @@ def on_cpu(torch):
 def device_count():
     """As many GPUs as processes to code that cannot do without them; else none."""
     asks = sys._getframe(1).f_code.co_filename  # libraries ask too, and would look for a driver
-    if noted.asked or not is_users(asks) or any(map(does_without, (RECORD.script, asks))):
+    if not is_users(asks):
+        return 0
+    if not RECORD.gpus and (noted.asked or any(map(does_without, (RECORD.script, asks)))):
+        note("asks", told=False)
         return 0
     return int(os.environ.get("LOCAL_WORLD_SIZE", 2))
 
@@ -80,11 +170,14 @@ def noted(is_available):
     def asks():
         if is_users(sys._getframe(1).f_code.co_filename) and RECORD.pid:
             noted.asked = True  # it was told that there is none: device_count() says no other
-            note("asks")
+            note("asks", told=RECORD.gpus)
+            return RECORD.gpus
         return is_available()
 
-    noted.asked = False
     return asks
+
+
+noted.asked = False
 
 
 def always(owner, name, **changed):

@@ -25,7 +25,8 @@ FIELDS = {
     "together": "of ranks",
     "join": "",  # torch's Join(): parts of unlike length are meant
     "spawns": "",  # a process of the launcher is about to start processes of its own
-    "asks": "",  # the script asked whether there is a GPU, and was told that there is none
+    "asks": "told",  # the script asked whether there is a GPU; told: that there is one
+    "names a gpu": "",  # the first line that did so where there is none
     # where: what it waits in, or None; busy: it, or a worker of its loader, computes; times: how
     # often it has said so without another event between
     "stands": "where busy outside times",
@@ -94,8 +95,9 @@ class Record:
     """A file of events, each written at once: what was seen outlives a crash."""
 
     pid = None
+    gpus = False  # whether the script is told that there are GPUs, where there are none
 
-    def __init__(self):  # folder, script, nodes, patience, steps, launched: see launch.examine()
+    def __init__(self):  # the settings of launch.examine()
         self.__dict__ |= json.loads(os.environ.get("DOCTOR", "{}"))
 
     def open(self):

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,16 @@ import time
 from pathlib import Path
 
 from .events import HERE, MESSAGES
+from .options import text_of
 from .recorder import dump
 from .run import read
+from .words import say
 
 # How often the patience of all waiting: where one process is idle elsewhere, or computes.
 IDLE, BUSY = 8, 40
 # torch's, not numpy's SeedSequence.spawn(). Where this misses one, "spawns" is noted.
+# Takes the launcher's place: its words name files, which are kept first, see files/programs.py.
+BY = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 SPAWNS = re.compile(r"\b(mp|multiprocessing)\.spawn\(|(?<![\w.])spawn\(")
 
 
@@ -30,12 +35,13 @@ def examine(args, files, processes, nodes=1, quiet=False):
     """
     folder = tempfile.mkdtemp(prefix="events-", dir=os.fsdecode(files.journal.folder))
     by = Launcher(args, processes)
-    settings = {"folder": folder, "script": os.path.abspath(args.script), "nodes": nodes}
+    # Lines are named from the script's folder; "?": --by alone, the current one.
+    settings = {"folder": folder, "script": os.path.abspath(args.script or "?"), "nodes": nodes}
     settings |= {"patience": args.patience, "steps": args.steps, "launched": by.is_torchrun}
-    name = ["-m", args.script] if args.module else [settings["script"]]
+    settings |= {"gpus": args.gpus}
     known = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}  # as torchrun sets it, with a warning
     job = subprocess.Popen(
-        [*by.words, HERE, *name, *args.flags],
+        [*by.words, *script_words(args)],
         env=known | dump.SETTINGS | files.env() | {"DOCTOR": json.dumps(settings)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL if quiet else None,
@@ -60,17 +66,28 @@ def examine(args, files, processes, nodes=1, quiet=False):
     return runs
 
 
+def script_words(args):
+    """The doctor and the script, behind a launcher; none if --by is the whole command.
+
+    Then the processes below tell by themselves what they are: see below.py.
+    """
+    if not args.script:
+        return []
+    name = ["-m", args.script] if args.module else [os.path.abspath(args.script)]
+    return [HERE, *name, *args.flags]
+
+
 class Launcher:
     """How the script is started: words, and whether they are torchrun's."""
 
     def __init__(self, args, processes):
-        text = "" if args.module else Path(args.script).read_text(errors="replace")
-        own = args.starts_its_own or bool(SPAWNS.search(text))
+        own = args.starts_its_own or bool(SPAWNS.search(text_of(args)))
         self.is_torchrun = not (args.by or own)
         self.words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         self.words += [f"--nproc-per-node={processes}"]
         if args.by:
-            self.words = shlex.split(args.by)
+            first, *others = shlex.split(args.by)
+            self.words = [sys.executable, "-c", BY, shutil.which(first), *others]
         elif own:
             self.words = [sys.executable]
 
@@ -153,7 +170,7 @@ def stands_still(folder, patience, gone):
     stood = min(event["times"] for event in last if event["kind"] == "stands")
     if stood < times:
         return ""
-    return f"it had stood still for {times * patience} s: see --patience"
+    return say("it had stood still for {seconds} s: see --patience", seconds=times * patience)
 
 
 def last_events(folder):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+from . import below, notebook
 from .events import RECORD, is_users, note, short, users_line
 from .recorder import dump
 from .wrappers import install
@@ -23,11 +24,14 @@ def be_examined():
         local = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": int(os.environ["RANK"]) % size}
         os.environ |= {name: str(number) for name, number in local.items()}
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0]))
+    below.mark()
     install()
     begin()
     with noted_end():
         if module:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif notebook.is_one(sys.argv[0]):
+            notebook.run(os.path.abspath(sys.argv[0]))
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -1,10 +1,13 @@
 """What is told: what ended the script, what was found, what was looked at, what became of files."""
 
-import json
+import os
+import re
 import signal
 from pathlib import Path
 
+from . import formats
 from .recorder.compare import lines
+from .words import on_screen, page, say
 
 ENDED = (signal.SIGTERM, signal.SIGKILL)  # by which a launcher ends the others
 
@@ -17,51 +20,94 @@ def failed(runs):
             error, died = process.end["error"], process.died
             if error:
                 late = "closed by peer" in error or "reset by peer" in error
-                text = f"{process.end['line']}  rank {rank} failed: {error.splitlines()[0][:99]}"
+                first = error.splitlines()[0][:99]
+                text = say(
+                    "{line}  rank {rank} failed: {error}",
+                    line=process.end["line"],
+                    rank=rank,
+                    error=first,
+                )
                 said.append(((late, False, 0), text))
             elif died and (died["order"] == 0 or died["signal"] not in ENDED):
                 line = process.events[-1]["line"] if process.events else "?"
                 # Of one that a launcher has ended for another's death the signal may be unknown.
                 order = (False, died["signal"] is None, died["order"])
-                said.append((order, f"{line}  rank {rank} {how_it_died(died['signal'])}"))
+                how = how_it_died(died["signal"])
+                said.append(
+                    (order, say("{line}  rank {rank} {how}", line=line, rank=rank, how=how))
+                )
     return [text for _, text in sorted(said, key=lambda one: one[0])]
 
 
 def how_it_died(number):
     """In words. No exception was raised, so the line is that of the last call that was seen."""
     if number is None:
-        return "ended without an exception, after this line"
+        return say("ended without an exception, after this line")
     name = signal.Signals(number).name
-    why = {
-        "SIGKILL": ": by the kernel, if memory was short",
-        "SIGABRT": ": gloo does so where sizes differ between the processes",
-        "SIGSEGV": ": a fault in compiled code",
-    }
-    return f"was ended by {name} after this line{why.get(name, '')}"
+    text = say("was ended by {name} after this line", name=name)
+    if name == "SIGKILL":
+        text = say("{text}: by the kernel, if memory was short", text=text)
+    if name == "SIGABRT":
+        text = say("{text}: gloo does so where sizes differ between the processes", text=text)
+    if name == "SIGSEGV":
+        text = say("{text}: a fault in compiled code", text=text)
+    return text
 
 
 def not_seen(run):
-    """Why a run shows nothing of a training, or of a validation alone; or ""."""
+    """Why a run shows nothing of a training, or of a validation alone: lines, or none."""
     if not run:
-        return "no process of the script began to run: there is nothing to compare"
+        return [say("no process of the script began to run: there is nothing to compare")]
     if not run.noted("group"):
-        text = "the script joins no process group of torch: there is nothing to compare"
-        asks = run[0].of("asks")
-        if asks:
-            text += f"\n {asks[0]['line']}  here it asks for a GPU, and is told that there is none"
-        return text
+        lines = [say("the script joins no process group of torch: there is nothing to compare")]
+        asks = [event for event in run[0].of("asks") if not event["told"]]
+        return [
+            *lines,
+            *(
+                say(
+                    "{line}  here it asks for a GPU, and is told that there is none",
+                    line=event["line"],
+                )
+                for event in asks[:1]
+            ),
+        ]
     if run.noted("step"):
-        return ""
+        return []
     for event in run[0].of("pass"):
         if event["batches"] == 0:
-            return f"{event['made']}  this loader gives no batch: has it fewer items than a batch?"
-    if not any(one["validated"] for one in run[0].passes):
-        loads = run[0].of("load")
-        why = (
-            f": does the checkpoint of {loads[-1]['line']} leave nothing to train?" if loads else ""
+            return [
+                say(
+                    "{line}  this loader gives no batch: has it fewer items than a batch?",
+                    line=event["made"],
+                )
+            ]
+    if any(one["validated"] for one in run[0].passes):
+        return []
+    loads = run[0].of("load")
+    if loads:
+        return [
+            say(
+                "no step of an optimizer was seen: does the checkpoint of {line} leave "
+                "nothing to train?",
+                line=loads[-1]["line"],
+            )
+        ]
+    return [say("no step of an optimizer was seen")]
+
+
+def without_gpu(run):
+    """The line that asks for a GPU, or that names one, where the CPU took its place."""
+    asks = [event for event in run[0].of("asks") if event["told"]] if run else []
+    if asks:
+        return say(
+            "{line}  here it asks for a GPU, and is told that there is one: the CPU "
+            "takes its place",
+            line=asks[0]["line"],
         )
-        return f"no step of an optimizer was seen{why}"
-    return ""
+    names = run[0].of("names a gpu") if run else []
+    if not names:
+        return ""
+    return say("{line}  here it names a GPU: the CPU takes its place", line=names[0]["line"])
 
 
 def not_compared(run):
@@ -73,7 +119,7 @@ def not_compared(run):
     if len({*parts}) < len(parts):
         return ""
     if steps and not any(step["weights"] or step["ours"] for step in steps):
-        return "the weights were not compared: each process has a part of them"
+        return say("the weights were not compared: each process has a part of them")
     return ""
 
 
@@ -81,65 +127,107 @@ def recorded(run):
     """What torch's flight recorder says of each rank, where the run stood still or failed."""
     dumps = {rank: process.calls for rank, process in enumerate(run) if process.calls}
     try:
-        return [f"recorded by torch: {line}" for line in lines(dumps)] if len(run) > 1 else []
+        found = lines(dumps) if len(run) > 1 else []
+        return [say("recorded by torch: {line}", line=line) for line in found]
     except Exception as error:  # another torch's records: the report goes on without them
-        return [f"torch's flight recorder could not be read: {type(error).__name__}: {error}"]
+        said = f"{type(error).__name__}: {error}"
+        return [say("torch's flight recorder could not be read: {error}", error=said)]
 
 
-def tell(runs, found, seconds, said=(), file=None):
-    """Print the report, and write it to a file as JSON; returns the exit code.
+def tell(runs, found, seconds, said, args):
+    """Print the report, and write it in the formats of args; returns the exit code.
 
     It is 1 for a mistake, 3 for a script that failed, 2 where there was nothing to look at.
     said: lines about other runs, and about files.
     """
     run = runs[0]
-    print()
-    why = failed(runs)
-    for text in why:
-        print(f" {text}")
+    why, unseen = failed(runs), [] if run.stopped else not_seen(run)
     # gloo may abort while Python ends: that is not the script's.
     well = bool(run) and all(process.end["error"] == "" for one in runs for process in one)
+    ill = bool(run.code) and not well
+    print()
+    for line in [*how_it_ended(run, why, ill), *unseen, *of_findings(found)]:
+        show(line)
+    faults = sorted({fault for one in runs for fault in one.faults})
+    for fault in faults:
+        show(say("the doctor failed, and may have missed something: {fault}", fault=fault))
+    for line in filter(None, [*looked_at(run, seconds), *recorded(run), *said]):
+        show(line)
+    mistake = any(one.certain for one in found)
+    code = 1 if mistake else 3 if why or run.stopped or ill else 2 if unseen else 0
+    write_forms(args, found, why, run.stopped, code)
+    return code
+
+
+def show(line):
+    """A line of the report. Those of a notebook are shown as it shows them."""
+    print(" " + re.sub(r"(\.ipynb cell \d+):(\d+)", r"\1 line \2", on_screen(line)))
+
+
+def how_it_ended(run, why, ill):
     if run.stopped:
-        print(f" the doctor ended the run: {run.stopped}")
-    elif run.code and not well:
-        text = f"it ended with exit code {run.code}: what it did not come to was not looked at"
-        print(f" {text}")
-    unseen = "" if run.stopped else not_seen(run)
-    if unseen:
-        print(f" {unseen}")
-    mistakes = [one for one in found if one.certain]
-    print(f" mistakes: {len(mistakes)}, hints: {len(found) - len(mistakes)}")
+        return [*why, say("the doctor ended the run: {why}", why=run.stopped)]
+    text = say(
+        "it ended with exit code {code}: what it did not come to was not looked at", code=run.code
+    )
+    return [*why, text] if ill else why
+
+
+def of_findings(found):
+    mistakes = sum(one.certain for one in found)
+    lines = [
+        say("mistakes: {mistakes}, hints: {hints}", mistakes=mistakes, hints=len(found) - mistakes)
+    ]
     for one in found:
-        hint = "" if one.certain else "hint: "
-        print(f" {one.line}  {hint}{one.text}  → {page_of(one.place)}")
-    if any(page_of(one.place).startswith("docs/bugs.md") for one in found):
-        print(" in the diffs of that page - is right, + is the mistake")
-    for fault in sorted({fault for one in runs for fault in one.faults}):
-        print(f" the doctor failed, and may have missed something: {fault}")
-    if run:
-        steps = len(run[0].of("step"))
-        seen = [seen_of(process) for process in run]
-        who = "each" if len({*seen}) == 1 else "rank 0"
-        print(f" looked at {len(run)} processes, {who}: {seen[0]}; {seconds:.0f} s")
-        if steps and len(run.rounds("trained")) == 1:
-            print(" one epoch was seen: give two, and the orders of their items are compared")
-    for line in filter(None, [not_compared(run), *recorded(run), *said]):
-        print(f" {line}")
-    if file:
-        found = [one._asdict() | {"place": page_of(one.place)} for one in found]
-        report = {"found": found, "failed": why, "stopped": run.stopped}
-        Path(file).write_text(json.dumps(report, indent=1) + "\n")
-    if mistakes:
-        return 1
-    if why or run.stopped or (run.code and not well):
-        return 3
-    return 2 if unseen else 0
+        text = one.text if one.certain else say("hint: {text}", text=one.text)
+        lines.append(
+            say("{line}  {text}  → {page}", line=one.line, text=text, page=page(address(one.place)))
+        )
+    if any(address(one.place).startswith("bugs.md") for one in found):
+        lines.append(say("in the diffs of that page - is right, + is the mistake"))
+    return lines
+
+
+def looked_at(run, seconds):
+    """What was seen, and what was not."""
+    if not run:
+        return []
+    seen = [seen_of(process) for process in run]
+    known = {"count": len(run), "seen": seen[0], "seconds": seconds}
+    if len({*seen}) == 1:
+        text = say("looked at {count} processes, each: {seen}; {seconds:.0f} s", **known)
+    else:
+        text = say("looked at {count} processes, rank 0: {seen}; {seconds:.0f} s", **known)
+    lines = [text]
+    if run[0].of("step") and len(run.rounds("trained")) == 1:
+        lines.append(
+            say("one epoch was seen: give two, and the orders of their items are compared")
+        )
+    return [*lines, without_gpu(run), not_compared(run)]
+
+
+def write_forms(args, found, failed, stopped, code):
+    found = [one._replace(place=f"docs/{address(one.place)}") for one in found]
+    folder = os.path.dirname(os.path.abspath(args.script or "?"))  # as launch.examine() has it
+    told = formats.Told(found, failed, stopped, code, folder)
+    for name, file in args.forms:
+        text = formats.written(told, name)
+        if file:
+            Path(file).write_text(text, encoding="utf-8")
+        else:
+            print(text, end="", file=args.output, flush=True)
 
 
 def seen_of(process):
     steps, calls = (len(process.of(kind)) for kind in ("step", "collective"))
-    return f"{steps} steps, {len(process.passes)} passes over loaders, {calls} collectives"
+    return say(
+        "{steps} steps, {passes} passes over loaders, {calls} collectives",
+        steps=steps,
+        passes=len(process.passes),
+        calls=calls,
+    )
 
 
-def page_of(place):
-    return f"docs/{place}" if ".md#" in place else f"docs/bugs.md#{place}"
+def address(place):
+    """PAGE.md#HEADING"""
+    return place if ".md#" in place else f"bugs.md#{place}"

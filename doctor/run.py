@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from .recorder.read import dump_of
+from .words import both
 
 
 class Process:
@@ -89,7 +90,7 @@ def differ(row, fact):
 
 def each(row, fact):
     """ "719 and 718" """
-    return " and ".join(f"{event[fact]}" for event in row)
+    return both(event[fact] for event in row)
 
 
 def names(one, parts=1):

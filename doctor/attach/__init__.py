@@ -11,7 +11,7 @@ It reads the stacks of all ranks by py-spy, a few times, and changes nothing in 
 - places.py   what a stack means: a collective, backward, a loader, ...
 - source.py   the text of a line, and the `if rank == 0:` around it
 - sight.py    what was seen of a job, as a file and beside that of other machines
-- judges.py   what is judged; words.py: how it is said
+- judges.py   what is judged: states.py, then waits.py; words.py: how it is said
 - slurm.py    looks at all nodes of a job of Slurm
 - tell.py     what is told
 """

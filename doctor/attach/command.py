@@ -6,9 +6,10 @@ import socket
 import sys
 from pathlib import Path
 
+from ..words import listed, on_screen, say
 from . import look, ranks, sight, slurm, spawned, tell
 
-INSTALL = "it needs py-spy: python -m pip install py-spy"
+INSTALL = say("it needs py-spy: {command}", command="python -m pip install py-spy")
 
 
 def parse_args(words):
@@ -58,12 +59,18 @@ def main(words):
         print(sight.written(found).replace("\n", ""))
         sys.exit(0)
     if args.out:
-        print(f" written: {args.out}. Join those of all machines: python doctor --attach FILE...")
+        text = say(
+            "written: {file}. Join those of all machines: {command}",
+            file=args.out,
+            command="python doctor --attach FILE...",
+        )
+        print(f" {on_screen(text)}")
     sys.exit(tell.tell(found))
 
 
 def fail(error):
-    print(f" doctor --attach: {error}", file=sys.stderr)
+    said = error.args[0] if len(error.args) == 1 else str(error)
+    print(f" doctor --attach: {on_screen(said)}", file=sys.stderr)
     return 2
 
 
@@ -75,7 +82,7 @@ def joined(texts, names):
 def here(args):
     """The Sight of a job of this machine. ValueError says why there is none."""
     if not os.path.isdir("/proc/self"):
-        raise ValueError("it finds processes in /proc, which only Linux has")
+        raise ValueError(say("it finds processes in /proc, which only Linux has"))
     if not look.py_spy():
         raise ValueError(INSTALL)
     found = ranks.processes()
@@ -97,15 +104,19 @@ def chosen(args, found):
     if len(jobs) == 1:
         return jobs[0]
     if jobs:
-        raise ValueError("\n" + tell.jobs(jobs))
+        raise ValueError(listed(["", tell.jobs(jobs)], "\n ", "\n "))
     closed = ranks.unreadable(found)
     if closed:
         pids = ", ".join(str(one.pid) for one in closed[:4])
-        raise ValueError(
-            f"no rank is found\n{len(closed)} Python processes ({pids}) belong to others, "
-            f"or are closed:\n{tell.remedy('denied')}"
+        text = say(
+            "no rank is found\n{count} Python processes ({pids}) belong to others, or are "
+            "closed:\n {remedy}",
+            count=len(closed),
+            pids=pids,
+            remedy=tell.remedy("denied"),
         )
-    raise ValueError("no rank runs on this machine: give the id of a process")
+        raise ValueError(text)
+    raise ValueError(say("no rank runs on this machine: give the id of a process"))
 
 
 def of_this_node(number, found, jobs):
@@ -121,12 +132,12 @@ def of_this_node(number, found, jobs):
 
 def job_of(pid, found, jobs):
     if pid not in found:
-        raise ValueError(f"no process {pid}")
+        raise ValueError(say("no process {pid}", pid=pid))
     below = ranks.tree(pid, found)
     for job in jobs:
         for rank in job.ranks:
             if rank.pid in below or pid in ranks.tree(rank.pid, found):
                 return job
     if not found[pid].python:
-        raise ValueError(f"{pid} is no Python process, and has started no rank")
+        raise ValueError(say("{pid} is no Python process, and has started no rank", pid=pid))
     return ranks.Job((), found[pid].command, [ranks.Rank(pid, 0, 1, 0, 1)])

@@ -3,6 +3,8 @@
 import json
 import socket
 
+from ..words import say
+
 FORMAT = "doctor --attach 1"  # the first entry of a file
 # rank, size (of the job), here (how many on its machine), local, pid, host: numbers and a name
 # state: "works" (it moves, or computes), "stands", "stopped" (by SIGSTOP), "gone", "unread" (error)
@@ -76,4 +78,5 @@ def read(text, name):
             raise ValueError
         return known["command"], known["ranks"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{name} was not written by doctor --attach --out") from None
+        text = say("{file} was not written by doctor --attach --out", file=name)
+        raise ValueError(text) from None

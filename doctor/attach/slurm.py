@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from ..events import HERE
+from ..words import say
 
 
 def reports(args):
@@ -17,7 +18,7 @@ def reports(args):
     lines = output([*step, *look]).splitlines()
     found = [(line, f"node {n}") for n, line in enumerate(lines) if line.startswith("{")]
     if not found:
-        raise ValueError(f"no node of job {args.slurm} has answered")
+        raise ValueError(say("no node of job {job} has answered", job=args.slurm))
     return found
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 
+from ..words import listed, on_screen, page, say
 from . import ranks
 from .judges import findings
 from .words import at, names
@@ -15,25 +16,37 @@ def tell(sight):
     no rank could be read.
     """
     seconds = max((one.get("seconds", 0) for one in sight.ranks), default=0)
-    count = f"{len(sight.ranks)} ranks" if len(sight.ranks) > 1 else "1 rank"
-    print(f" {count} of: {sight.command[:100]}; looked at for {seconds:.0f} s")
+    known = {"command": sight.command[:100], "seconds": seconds}
+    if len(sight.ranks) > 1:
+        text = say(
+            "{count} ranks of: {command}; looked at for {seconds:.0f} s",
+            **known,
+            count=len(sight.ranks),
+        )
+    else:
+        text = say("1 rank of: {command}; looked at for {seconds:.0f} s", **known)
+    print(f" {on_screen(text)}")
     for group in together(sight.ranks):
-        print(f" {names(one['rank'] for one in group):9} {doing(group)}")
+        print(row([one["rank"] for one in group], doing(group)))
     if sight.gone:
-        print(f" {names(sight.gone):9} no such process: it has ended, or was killed")
+        print(row(sight.gone, say("no such process: it has ended, or was killed")))
     if sight.elsewhere:
-        print(f" {names(sight.elsewhere):9} not on this machine, or gone")
+        print(row(sight.elsewhere, say("not on this machine, or gone")))
     for reason in {one["error"] for one in sight.that("unread")}:
-        print(remedy(reason))
+        print(f" {on_screen(remedy(reason))}")
     found = findings(sight)
     for one in found:
         line = f"{one.line}  " if one.line else ""
-        print(f" {line}{one.text}  → docs/{one.place}")
+        print(f" {line}{on_screen(one.text)}  → {page(one.place)}")
     if any(one.mistake for one in found):
         return 1
     if any(one.hangs for one in found):
         return 3
     return 2 if sight.that("unread") else 0
+
+
+def row(numbers, said):
+    return f" {on_screen(names(numbers)):9} {on_screen(said)}"
 
 
 def together(found):
@@ -49,32 +62,41 @@ def doing(group):
     """What ranks of one place do, in words."""
     one = group[0]
     if one["state"] == "gone":
-        return "has ended between the looks"
+        return say("has ended between the looks")
     if one["state"] == "stopped":
-        return "stopped by a signal"
+        return say("stopped by a signal")
     if one["state"] == "unread":
-        return "could not be read"
-    call = f" in {one['words']}" if one["words"] else ""
-    text = f"  {one['text'].partition('  #')[0][:60]}" if one["text"] else ""
-    verb = one["state"] if len(group) == 1 else one["state"][:-1]
-    return f"{verb}{call}, {at(one)} {one['function']}(){text}"
+        return say("could not be read")
+    code = f"  {one['text'].partition('  #')[0][:60]}" if one["text"] else ""
+    if one["state"] == "works":
+        verb = say("works") if len(group) == 1 else say("work")
+    else:
+        verb = say("stands") if len(group) == 1 else say("stand")
+    known = {"does": verb, "line": at(one), "function": f"{one['function']}(){code}"}
+    if one["words"]:
+        return say("{does} in {call}, {line} {function}", **known, call=one["words"])
+    return say("{does}, {line} {function}", **known)
 
 
 def remedy(reason):
     """What to do where a process may not be read."""
     if not re.search("denied|not permitted", reason):
         last = next((line for line in reason.splitlines() if line.strip()), "")
-        return f" py-spy could not read a process: {last}"
-    said = " a process may not be read by another (ptrace). Either:"
+        return say("py-spy could not read a process: {error}", error=last)
+    said = [say("a process may not be read by another (ptrace). Either:")]
     if in_container():
-        said += "\n - start the container with it: docker run --cap-add SYS_PTRACE ..."
-        said += '\n   in Kubernetes securityContext: {capabilities: {add: ["SYS_PTRACE"]}}'
-        said += "\n - or look from outside of it, as root"
+        command = "docker run --cap-add SYS_PTRACE ..."
+        said.append(say("- start the container with it: {command}", command=command))
+        setting = '{capabilities: {add: ["SYS_PTRACE"]}}'
+        said.append(say("  in Kubernetes securityContext: {setting}", setting=setting))
+        said.append(say("- or look from outside of it, as root"))
     if os.getuid():
-        said += '\n - as root: sudo env "PATH=$PATH" python doctor --attach'
+        command = 'sudo env "PATH=$PATH" python doctor --attach'
+        said.append(say("- as root: {command}", command=command))
     if scope() and not in_container():
-        said += "\n - allow it until the next start: sudo sysctl kernel.yama.ptrace_scope=0"
-    return said
+        command = "sudo sysctl kernel.yama.ptrace_scope=0"
+        said.append(say("- allow it until the next start: {command}", command=command))
+    return listed(said, "\n ", "\n ")
 
 
 def scope():
@@ -98,10 +120,18 @@ def may_trace():
 
 def jobs(found):
     """The list, where there are several."""
-    said = [" several jobs run here: name one of its processes"]
+    said = [say("several jobs run here: name one of its processes")]
     for job in found:
         pids = ", ".join(str(rank.pid) for rank in job.ranks[:4])
         pids += ", ..." if len(job.ranks) > 4 else ""
-        said.append(f" python doctor --attach {job.ranks[0].pid}")
-        said.append(f"   {names(r.rank for r in job.ranks)}, pids {pids}: {job.command[:100]}")
-    return "\n".join(said)
+        said.append(f"python doctor --attach {job.ranks[0].pid}")
+        ranks_of = names(rank.rank for rank in job.ranks)
+        said.append(
+            say(
+                "  {ranks}, pids {pids}: {command}",
+                ranks=ranks_of,
+                pids=pids,
+                command=job.command[:100],
+            )
+        )
+    return listed(said, "\n ", "\n ")

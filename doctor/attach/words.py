@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from ..words import both, clauses, listed, say
 from . import places
 
 
@@ -21,17 +22,27 @@ def names(ranks):
     """ "rank 0", "ranks 1 to 3", "ranks 0 and 2" """
     ranks = sorted(ranks)
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+        return say("rank {rank}", rank=ranks[0])
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+        return say("ranks {first} to {last}", first=ranks[0], last=ranks[-1])
+    return say("ranks {ranks}", ranks=both([listed(ranks[:-1]), ranks[-1]]))
+
+
+# What one rank does, and what several do.
+VERBS = {
+    "waits": ("{ranks} waits", "{ranks} wait"),
+    "works": ("{ranks} works", "{ranks} work"),
+    "reads": ("{ranks} reads", "{ranks} read"),
+    "has": ("{ranks} has", "{ranks} have"),
+    "is": ("{ranks} is", "{ranks} are"),
+}
 
 
 def they(found, verb):
     """ "rank 0 waits", "ranks 0 and 1 wait"; found: what was seen of ranks, or their numbers"""
     numbers = [one["rank"] if isinstance(one, dict) else one for one in found]
-    one = {"has": "have", "is": "are"}
-    return f"{names(numbers)} {verb if len(numbers) == 1 else one.get(verb, verb[:-1])}"
+    one, several = VERBS[verb]
+    return say(one if len(numbers) == 1 else several, ranks=names(numbers))
 
 
 def of(found):
@@ -55,5 +66,10 @@ def where(found):
     said = []
     for group in by_place(found):
         one = group[0]
-        said.append(f"{of(group)} {'in ' + one['words'] if one['words'] else 'is'} ({at(one)})")
-    return ", ".join(said)
+        text = say("{ranks} is ({line})", ranks=of(group), line=at(one))
+        if one["words"]:
+            text = say(
+                "{ranks} in {call} ({line})", ranks=of(group), call=one["words"], line=at(one)
+            )
+        said.append(text)
+    return clauses(said)

@@ -2,8 +2,9 @@
 
 journal.py   what is written down before a file is touched
 keep.py      how what was there is kept; disk.py: copies and walks
-hook.py      sees what a process of the run is about to do; programs.py and writers.py see what
-             Python's audit events do not tell; record.py: when a file was closed; site/ starts it
+hook.py      sees what a process of the run is about to do; programs.py (with shells.py) and
+             writers.py see what Python's audit events do not tell; record.py: when a file was
+             closed; site/ starts it
 restore.py   puts back; tell.py: says so; inventory.py: what nobody saw
 doctors.py   which doctors live
 guard.py     ends all processes and puts back, however the doctor ends

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 
+from .. import words
 from . import doctors, inventory, journal, restore, tell
 from .journal import RUN
 
@@ -65,7 +66,9 @@ class Run:
                 outlived += end_processes(doctors.all_doctors_of(self.journal.folder))
             done = restore.put_back(self.journal, keep)
             if not done:
-                return ["another doctor is at work here: it puts back what both have touched"]
+                return [
+                    words.say("another doctor is at work here: it puts back what both have touched")
+                ]
             unseen = []
             if not self.journal.met:  # else it may be the other run's
                 unseen = inventory.changed(
@@ -73,7 +76,8 @@ class Run:
                 )
             lines = tell.lines(done, self.folder, unseen)
         if outlived:
-            lines.append(f"could not be ended: processes {', '.join(map(str, outlived))}")
+            pids = words.listed(outlived)
+            lines.append(words.say("could not be ended: processes {pids}", pids=pids))
         return lines
 
 
@@ -86,7 +90,7 @@ def caches():
     return [os.fsencode(os.path.realpath(path)) for path in found if path]
 
 
-def restore_dead(say=None):
+def restore_dead():
     """Put back what runs have left whose doctor was killed. Returns the report's lines."""
     root, lines = journal.state_folder(), []
     with signals_blocked(), journal.locked(root):
@@ -98,19 +102,19 @@ def restore_dead(say=None):
                 done = restore.put_back(one, limit=doctors.last_beat(one))
                 if not done:
                     continue
-                lines.append("an earlier run of the doctor was killed")
-                lines += tell.lines(done, os.getcwdb(), of="that run")
+                lines.append(words.say("an earlier run of the doctor was killed"))
+                lines += tell.lines(done, os.getcwdb(), earlier=True)
     return lines
 
 
 # ---- the two processes
 
 
-def guarded(work, keep=False, say=print):
+def guarded(work, keep=False, show=print):
     """work(run) -> exit code, with a guard. What work did not put back itself is put back."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for line in restore_dead():
-        say(f" {line}")
+        show(f" {words.on_screen(line)}")
     run = Run()
     flush()
     prctl(CHILD_SUBREAPER, 1)
@@ -119,14 +123,14 @@ def guarded(work, keep=False, say=print):
     if child == 0:
         code = 1
         try:
-            code = be_child(work, run, keep, say, parent)
+            code = be_child(work, run, keep, show, parent)
         finally:
             flush()
             os._exit(code)
-    return be_parent(child, run, keep, say)
+    return be_parent(child, run, keep, show)
 
 
-def be_child(work, run, keep, say, parent):
+def be_child(work, run, keep, show, parent):
     os.setsid()  # Ctrl-C is for the doctor: it ends the run then
     prctl(PDEATHSIG, signal.SIGTERM)
     prctl(CHILD_SUBREAPER, 1)
@@ -152,11 +156,11 @@ def be_child(work, run, keep, say, parent):
         traceback.print_exc()
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        finish(run, keep, say)
+        finish(run, keep, show)
     return code
 
 
-def be_parent(child, run, keep, say):
+def be_parent(child, run, keep, show):
     told = []
 
     def tell_child(number, frame):
@@ -169,10 +173,11 @@ def be_parent(child, run, keep, say):
     _, status = os.waitpid(child, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if os.WIFSIGNALED(status):
-        say(f" the doctor was killed by signal {os.WTERMSIG(status)}")
-        finish(run, keep, say)
+        text = words.say("the doctor was killed by signal {number}", number=os.WTERMSIG(status))
+        show(f" {words.on_screen(text)}")
+        finish(run, keep, show)
         for line in restore_dead():  # of a run that the child has begun
-            say(f" {line}")
+            show(f" {words.on_screen(line)}")
     os.close(run.alive)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -180,7 +185,7 @@ def be_parent(child, run, keep, say):
     return 128 + told[0] if told else os.waitstatus_to_exitcode(status) % 256
 
 
-def finish(run, keep, say):
+def finish(run, keep, show):
     """In whichever of the two is left."""
     if run.journal.refresh().done:
         run.end_processes()
@@ -189,10 +194,15 @@ def finish(run, keep, say):
         lines = run.put_back(keep)
     except Exception as error:  # the journal stays: the next start tries again
         kept = os.fsdecode(run.journal.folder)
-        lines = [f"not all was put back: {type(error).__name__}: {error}; what is kept: {kept}"]
+        said = f"{type(error).__name__}: {error}"
+        lines = [
+            words.say(
+                "not all was put back: {error}; what is kept: {folder}", error=said, folder=kept
+            )
+        ]
     for line in lines:
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
-            say(f" {line}")
+            show(f" {words.on_screen(line)}")
 
 
 def beat(run):

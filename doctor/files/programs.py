@@ -16,6 +16,7 @@ import stat
 
 from .disk import walk
 from .journal import seen
+from .shells import BEFORE, commands
 
 READ_ONLY = """nvidia-smi rocm-smi uname lscpu lspci ls cat head tail grep find du df wc which file
 ldconfig hostname id ps free getconf nproc numactl echo printf test true false sleep date stat
@@ -24,7 +25,6 @@ COMPILERS = "gcc g++ cc c++ clang clang++ nvcc ld as ptxas".split()  # they writ
 FINDS_AND_DOES = {"-delete", "-exec", "-execdir", "-ok", "-okdir", "-fprint", "-fprintf", "-fls"}
 REMOVES = ("rm", "rmdir", "unlink", "shred", "mv")
 COPIES = ("cp", "install", "ln", "rsync", "scp")
-SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 FILES, BYTES = 10_000, 256 << 20  # a folder with more is kept by links alone: bytes cost time
 
 
@@ -62,40 +62,17 @@ def hand_on(env):
 def starts(process, words, cwd):
     process.recorder.note([*process.recorder.written])
     inherited = [*process.recorder.written]  # open here: the program may write it
-    for command in commands(words):
+    for command in commands(words, cwd):
         with contextlib.suppress(ValueError):
             process.do(will_run, process.skips, *command, cwd)
-            if command[0][:1] == ["cd"] and command[0][1:]:
+            if command[0][:1] == ["cd"] and command[0][1:] and "$" not in command[0][1]:
                 cwd = os.path.join(cwd, command[0][1])
     if inherited:
         process.do(lambda keeper: keeper.writes(inherited, "program"))
 
 
-def commands(words):
-    """[(words of a program, names after > or >>)]: those of a shell's command one by one."""
-    name = os.path.basename(words[0]) if words else ""
-    if name not in SHELLS or "-c" not in words[1:3]:
-        return [(words, [])]
-    line = words[words.index("-c") + 1]
-    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
-    reader.whitespace_split = True
-    found, into = [([], [])], False
-    try:
-        for word in reader:
-            if set(word) <= set(";&|()\n"):
-                found.append(([], []))
-            elif set(word) <= set("<>&"):
-                into = ">" in word
-            else:
-                found[-1][1 if into else 0].append(word)
-                into = False
-    except ValueError:  # an open quote: the shell will say so
-        pass
-    return [command for command in found if command != ([], [])]
-
-
 def will_run(keeper, skips, words, into, cwd):
-    while words and re.match(r"\w+=|(sudo|nohup|nice|time|exec|command|env)$", words[0]):
+    while words and BEFORE.match(words[0]):
         words = words[1:]
     name = os.path.basename(words[0]) if words else ""
     for path in named_by(into, cwd):

@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 
+from ..words import say
 from .disk import copy, up, walk
 from .doctors import doctors_of, sweep
 from .journal import (
@@ -52,7 +53,7 @@ class Restore:
                 self.safely(self.put_back, path, entry)
         for entry in self.journal.older:
             if seen(entry["kept"]):
-                why = "somebody else wrote it during the run; before the run it was another"
+                why = say("somebody else wrote it during the run; before the run it was another")
                 self.left.append((entry["path"], why, entry["kept"]))
         for path, facts in self.journal.meta.items():
             info = seen(path)
@@ -67,7 +68,13 @@ class Restore:
             work(path, *args)
         except OSError as error:
             entry = self.journal.first.get(path, {})
-            self.left.append((path, f"could not be put back: {error.strerror}", entry.get("kept")))
+            self.left.append(
+                (
+                    path,
+                    say("could not be put back: {error}", error=error.strerror),
+                    entry.get("kept"),
+                )
+            )
 
     # ---- whose is it
 
@@ -149,9 +156,9 @@ class Restore:
             if self.ours(path, info):
                 os.unlink(path)
                 return True
-            why = "the doctor did not see the run write it"
+            why = say("the doctor did not see the run write it")
         except OSError as error:
-            why = f"could not be removed: {error.strerror}"
+            why = say("could not be removed: {error}", error=error.strerror)
         self.left.append((path, why, None))
         return False
 
@@ -174,17 +181,19 @@ class Restore:
             if entry["how"] == "link" and os.path.samestat(info, seen(kept)):
                 os.unlink(kept)
                 if facts[SIZE] != info.st_size:
-                    self.left.append((path, "something wrote into it that cannot be seen", None))
+                    self.left.append(
+                        (path, say("something wrote into it that cannot be seen"), None)
+                    )
                 return self.set_facts(path, facts, info)
             same = (info.st_ino, info.st_size, info.st_mtime_ns)
             if entry["how"] == "copy" and same == (facts[INO], facts[SIZE], facts[MTIME]):
                 return os.unlink(kept)
             if not self.ours(path, info):
-                self.left.append((path, "somebody else wrote it since", kept))
+                self.left.append((path, say("somebody else wrote it since"), kept))
                 return None
         os.makedirs(up(path), exist_ok=True)
         if info and stat.S_ISDIR(info.st_mode) and not self.clear(path, info):
-            self.left.append((path, "it is a folder now, and not empty", kept))
+            self.left.append((path, say("it is a folder now, and not empty"), kept))
             return None
         with self.opened(up(path)):
             self.replace(kept, path, entry)
@@ -192,7 +201,7 @@ class Restore:
             self.put.add(path)
         self.set_facts(path, facts, seen(path))
         if not whole and entry["how"] == "link":
-            self.left.append((path, "something wrote into it that cannot be seen", None))
+            self.left.append((path, say("something wrote into it that cannot be seen"), None))
 
     def replace(self, kept, path, entry):
         try:

@@ -4,39 +4,53 @@ import os
 import sys
 import tempfile
 
+from ..words import listed, say
 from .journal import below, parents
 
 MANY = 12  # more names than this nobody reads
 
 
-def lines(done, work_folder, unseen=(), of="this run"):
-    """done: a Restore that was done. unseen: what the inventory found besides."""
+def lines(done, work_folder, unseen=(), earlier=False):
+    """done: a Restore that was done. unseen: what the inventory found besides.
+
+    earlier: of a run whose doctor was killed.
+    """
     said = []
 
-    def say(text, paths):
+    def tell(text, paths):
         paths = sorted({shown(path, work_folder) for path in paths})
-        more = f" and {len(paths) - MANY} more" if len(paths) > MANY else ""
+        names = listed(paths[:MANY])
+        if len(paths) > MANY:
+            names = say("{names} and {count} more", names=names, count=len(paths) - MANY)
         if paths:
-            said.append(f"{text}: {', '.join(paths[:MANY])}{more}")
+            said.append(say("{text}: {names}", text=text, names=names))
 
-    say(f"put back as before {of}", done.put)
-    say("removed, for it was new (--keep leaves it)", worth_telling(done.removed, work_folder))
-    say("left, for --keep was given", shorter(done.kept_new))
-    if done.cached:
-        say("left in caches, so that nothing is downloaded again", shorter(done.cached)[:3])
-    for path, why, older in dict.fromkeys(done.left):
-        lies = f"; the older one: {shown(older, work_folder)}" if older else ""
-        said.append(f"left: {shown(path, work_folder)}: {why}{lies}")
+    put = say("put back as before that run") if earlier else say("put back as before this run")
+    tell(put, done.put)
+    new = worth_telling(done.removed, work_folder)
+    tell(say("removed, for it was new (--keep leaves it)"), new)
+    tell(say("left, for --keep was given"), shorter(done.kept_new))
+    cached = shorter(done.cached)[:3]
+    tell(say("left in caches, so that nothing is downloaded again"), cached)
+    said += [of_one_left(*one, work_folder) for one in dict.fromkeys(done.left)]
     known = {path for path, *_ in done.left} | {*done.kept_new, *done.cached}
     others = [one for one in unseen if known.isdisjoint([one, *parents(one)])]
-    say("changed or new, by something that the doctor cannot see", others)
-    programs = sorted(done.journal.programs - {"cd"})
+    tell(say("changed or new, by something that the doctor cannot see"), others)
+    programs = sorted(done.journal.programs - {"cd"})[:MANY]
     if programs:
-        names = ", ".join(programs[:MANY])
-        said.append(f"of programs, only the files that their commands name are kept: {names}")
+        text = say("of programs, only the files that their commands name are kept")
+        said.append(say("{text}: {names}", text=text, names=listed(programs)))
     for note in sorted(done.journal.notes):
-        said.append(f"the doctor failed, and may have missed a file: {note}")
+        said.append(say("the doctor failed, and may have missed a file: {note}", note=note))
     return said
+
+
+def of_one_left(path, why, older, work_folder):
+    text = say("left: {file}: {why}", file=shown(path, work_folder), why=why)
+    if older:
+        lies = shown(older, work_folder)
+        text = say("{text}; the older one: {file}", text=text, file=lies)
+    return text
 
 
 def worth_telling(paths, work_folder):

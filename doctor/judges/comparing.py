@@ -4,6 +4,7 @@ import math
 import re
 
 from ..run import names
+from ..words import say
 from . import Finding
 
 BATCH = "the-batch-size-is-per-process"
@@ -21,7 +22,11 @@ def batch_per_process(run, alone):
             continue  # of a stream a batch is noted as one item
         step, single = (len(p["items"]) / p["steps"] for p in (row[0], one))
         if step * len(run) > 1.5 * single:
-            text = f"a step takes {step * len(run):.4g} items; with one process {single:.4g}"
+            text = say(
+                "a step takes {items:.4g} items; with one process {single:.4g}",
+                items=step * len(run),
+                single=single,
+            )
             return Finding(row[0]["made"], text, BATCH, certain=False)
     return None
 
@@ -31,8 +36,12 @@ def joins_as_local_rank(run):
     for process in run:
         for event in process.of("joins"):
             if event["rank"] != event["number"]:
-                text = f"it joins as rank {event['rank']}, and its RANK is {event['number']}"
-                return Finding(event["line"], f"{text}: is it LOCAL_RANK?", LOCAL, certain=True)
+                text = say(
+                    "it joins as rank {rank}, and its RANK is {number}: is it LOCAL_RANK?",
+                    rank=event["rank"],
+                    number=event["number"],
+                )
+                return Finding(event["line"], text, LOCAL, certain=True)
     return None
 
 
@@ -41,7 +50,7 @@ def epoch_repeated(run, again):
     before = [names(one) for one in run[0].passes if one["trained"]]
     after = [one for one in again[0].passes if one["trained"]]
     if after and before[1:] and before[0] != names(after[0]) == before[-1]:
-        text = "the run that resumes begins with the epoch that was done"
+        text = say("the run that resumes begins with the epoch that was done")
         return Finding(after[0]["line"], text, REPEATED, certain=True)
     return None
 
@@ -57,7 +66,7 @@ def other_gradients(run, alone):
     ]
     if times := factor(ratios, len(run), 0.1):
         sums = [e["line"] for e in run[0].of("collective") if e["gradients"]]
-        text = f"the gradients are {times} those of one process"
+        text = say("the gradients are {times} those of one process", times=times)
         return Finding((sums or [steps[0][0]["line"]])[0], text, SUM, certain=False)
     return None
 
@@ -80,9 +89,9 @@ def ratio(a, b):
 def factor(ratios, size, near):
     """ "2 times" or "1/2 of" if all ratios are about that, else ""."""
     if ratios and all(abs(one / size - 1) < near for one in ratios):
-        return f"{size} times"
+        return say("{size} times", size=size)
     if ratios and all(abs(one * size - 1) < near for one in ratios):
-        return f"1/{size} of"
+        return say("1/{size} of", size=size)
     return ""
 
 
@@ -95,7 +104,7 @@ def other_numbers(run, alone):
         apart = len(pairs) > 1 and len(own[key]) == len(other[key])
         if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.2)):
             a, b = pairs[-1]
-            text = f"it prints {a:g}, with one process {b:g}: {times} it"
+            text = say("it prints {a:g}, with one process {b:g}: {times} it", a=a, b=b, times=times)
             found.append(Finding(key[0], text, NUMBERS, certain=False))
     return found[:1]
 

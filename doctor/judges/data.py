@@ -3,6 +3,7 @@
 import os
 
 from ..run import differ, each, names, times_seen
+from ..words import say
 from . import Finding, judge
 
 
@@ -22,7 +23,8 @@ def reads_all(row, run):
     """A hint, for a small set may be meant to be read whole."""
     if alike(row) and row[0]["whole"] and row[0]["length"] and not same_rank(row, run):
         count = len({*names(row[0])})
-        return Finding(row[0]["made"], f"each process reads all {count} items: there is no sampler")
+        text = say("each process reads all {count} items: there is no sampler", count=count)
+        return Finding(row[0]["made"], text)
 
 
 @judge("trained", "every-process-reads-the-whole-stream", certain=True)
@@ -30,7 +32,7 @@ def reads_the_stream(row, run):
     """Certain where its batches are not all alike."""
     several = len({*names(row[0])}) > 1
     if several and row[0]["length"] is None and not differ(row, "items"):
-        text = "each process reads the whole stream: __iter__ must give it a part"
+        text = say("each process reads the whole stream: __iter__ must give it a part")
         return Finding(row[0]["made"], text)
 
 
@@ -38,7 +40,8 @@ def reads_the_stream(row, run):
 def rank_in_sampler(row, run):
     """Certain where samplers for all processes share a rank."""
     if same_rank(row, run):
-        return Finding(row[0]["sampler"], f"the processes' samplers have rank {each(row, 'rank')}")
+        text = say("the processes' samplers have rank {ranks}", ranks=each(row, "rank"))
+        return Finding(row[0]["sampler"], text)
 
 
 @judge("trained", "set_epoch-is-forgotten", certain=True)
@@ -49,7 +52,9 @@ def same_order(row, run):
         before = passes[passes.index(one) - 1] if one != passes[0] else None
         few = len(one["items"]) < 8  # their order may be the same by chance
         if before and one["shuffle"] and not few and names(one) == names(before):
-            text = "the order is that of the epoch before: call set_epoch(epoch) of its sampler"
+            text = say(
+                "the order is that of the epoch before: call set_epoch(epoch) of its sampler"
+            )
             return Finding(one["line"], text)
 
 
@@ -62,8 +67,15 @@ def samplers_disagree(row, run):
     twice = sum(count > 1 for count in times_seen(row).values())
     if twice > max(0, row[0]["padding"]):
         cause = next((what for what in ("epoch", "seed", "shuffle") if differ(row, what)), None)
-        why = f": their samplers' {cause} is {each(row, cause)}" if cause else ""
-        return Finding(row[0]["sampler"], f"{twice} items are read by several processes{why}")
+        text = say("{twice} items are read by several processes", twice=twice)
+        if cause:
+            text = say(
+                "{text}: their samplers' {cause} is {values}",
+                text=text,
+                cause=cause,
+                values=each(row, cause),
+            )
+        return Finding(row[0]["sampler"], text)
 
 
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=False)
@@ -75,7 +87,12 @@ def own_shuffles(row, run):
     seen, size = times_seen(row), row[0]["size"]
     twice = sum(count > 1 for count in seen.values())
     if all(one["whole"] for one in row) and twice > 0.1 * len(seen) and len(seen) < 0.95 * size:
-        text = f"{twice} of {size} items are read by several processes, {size - len(seen)} by none"
+        text = say(
+            "{twice} of {size} items are read by several processes, {never} by none",
+            twice=twice,
+            size=size,
+            never=size - len(seen),
+        )
         return Finding(row[0]["made"], text)
 
 
@@ -84,7 +101,7 @@ def sampler_without_seed(row, run):
     """A hint, for a single run needs no other seed."""
     seeds = [event["seed"] for process in run for event in process.of("seed")]
     if row[0]["shuffle"] and row[0]["seed"] == 0 and seeds and min(seeds) >= len(run):
-        text = f"the seed is {min(seeds)}, that of the sampler is always 0"
+        text = say("the seed is {seed}, that of the sampler is always 0", seed=min(seeds))
         return Finding(row[0]["sampler"], text)
 
 
@@ -93,7 +110,11 @@ def all_cores(row, run):
     """A hint, for such workers may have little to do."""
     if all(one["workers"] >= os.cpu_count() > 1 for one in row):
         workers = sum(one["workers"] for one in row)
-        text = f"{workers} workers for one loader, and {os.cpu_count()} cores"
+        text = say(
+            "{workers} workers for one loader, and {cores} cores",
+            workers=workers,
+            cores=os.cpu_count(),
+        )
         return Finding(row[0]["made"], text)
 
 
@@ -105,15 +126,22 @@ def uneven(row, run):
 def uneven_parts(row, run):
     """A hint, for a loop may end before; ending.py says it where the run hangs or fails by it."""
     if uneven(row, run) and differ(row, "batches"):
-        text = f"the processes have {each(row, 'length')} items, {each(row, 'batches')} batches"
-        return Finding(
-            row[0]["made"], f"{text}: one with a batch more waits for the others in vain"
+        text = say(
+            "the processes have {items} items, {batches} batches: one with a batch more waits "
+            "for the others in vain",
+            items=each(row, "length"),
+            batches=each(row, "batches"),
         )
+        return Finding(row[0]["made"], text)
 
 
 @judge("trained", "a-branch-that-depends-on-a-processs-own-data", certain=True, explains=["hang"])
 def skipped(row, run):
     """Certain for a model of DDP: its processes pair their gradients by number, not by batch."""
     if run.noted("wrap") and not differ(row, "read") and differ(row, "backwards"):
-        text = f"of {row[0]['read']} batches the processes train with {each(row, 'backwards')}"
+        text = say(
+            "of {all} batches the processes train with {some}",
+            all=row[0]["read"],
+            some=each(row, "backwards"),
+        )
         return Finding(row[0]["line"], text)

@@ -4,6 +4,7 @@ import re
 
 from ..events import FORWARD, MESSAGES
 from ..run import differ
+from ..words import both, clauses, listed, say
 from . import Finding, judge
 from .data import uneven
 
@@ -21,7 +22,7 @@ def stops_early(run):
     good = [rank for rank, process in enumerate(run) if process.end["error"] == ""]
     for process in run:
         if good and re.search("closed by peer|reset by peer", process.end["error"] or ""):
-            text = f"it waits here for rank {good[0]}, which has ended its training"
+            text = say("it waits here for rank {rank}, which has ended its training", rank=good[0])
             place = "one-process-has-one-step-more" if more_batches(run) else None
             return Finding(process.end["line"], text, place)
 
@@ -34,9 +35,8 @@ def frozen_late(run):
             wrap = run[0].of("wrap")[-1]
             late = {*process.end["frozen"]} - {*wrap["frozen"]}
             if late:
-                return Finding(
-                    wrap["line"], f"frozen after the wrapping: {', '.join(sorted(late))}"
-                )
+                text = say("frozen after the wrapping: {names}", names=listed(sorted(late)))
+                return Finding(wrap["line"], text)
 
 
 @judge("run", "the-wrapped-model-on-rank-0-alone", certain=True, explains=["hang"])
@@ -53,8 +53,13 @@ def wrapped_alone(run):
         before = min(trained_before(run[rank], line) for rank in calls)
         others = [trained_before(run[r]) for r, of_one in enumerate(lines) if line not in of_one]
         if max(others) > before:  # else they may have failed before they came to it
-            ranks = " and ".join(map(str, calls))
-            return Finding(line, f"rank {ranks} alone calls DDP's model here: it sends its buffers")
+            return Finding(
+                line,
+                say(
+                    "rank {ranks} alone calls DDP's model here: it sends its buffers",
+                    ranks=both(calls),
+                ),
+            )
     return None
 
 
@@ -82,8 +87,12 @@ def calls_differ(run):
         sums = names[0] in ("calls all_reduce()", "calls reduce()")
         others = failed and sums and len({*lines}) > 1 and len({*map(str, shapes)}) > 1
         if len({*names}) > 1 or others:
-            said = " and ".join(f"rank {r} {what} ({at})" for r, (what, at, _) in enumerate(row))
-            return Finding(row[0][1], f"the processes do not make the same calls: {said}")
+            said = both(
+                say("rank {rank} {does} ({line})", rank=rank, does=does, line=line)
+                for rank, (does, line, _) in enumerate(row)
+            )
+            text = say("the processes do not make the same calls: {said}", said=said)
+            return Finding(row[0][1], text)
     return None
 
 
@@ -93,12 +102,13 @@ def calls(process, steps):
     wraps, shards = process.of("wrap"), process.of("shards")
     for event in process.of("collective", "forward", "backward"):
         if event["kind"] == "collective" and event["whole"]:
-            found.append((f"calls {event['name']}()", event["line"], event["shape"]))
+            call = say("calls {name}()", name=event["name"])
+            found.append((call, event["line"], event["shape"]))
         elif event["kind"] == "forward" and steps and event["trains"]:
             if shards or event["wrapped"]:
-                found.append(("trains", event["line"], None))
+                found.append((say("trains"), event["line"], None))
         elif event["kind"] == "backward" and steps and (wraps or shards):
-            found.append(("calls backward()", event["line"], None))
+            found.append((say("calls {name}()", name="backward"), event["line"], None))
     return found
 
 
@@ -107,10 +117,19 @@ def standing(run):
     last, said = [process.events[-1] for process in run], []
     waiting = [event for event in last if event["kind"] == "stands" and event["where"]]
     for rank, event in enumerate(last):
-        doing = f"waits in {event['where']}" if event in waiting else "is"
-        ended = event["kind"] == "end"
-        said.append(f"rank {rank} " + ("has ended" if ended else f"{doing} at {event['line']}"))
-    return last, waiting, ", ".join(said)
+        if event in waiting:
+            text = say(
+                "rank {rank} waits in {call} at {line}",
+                rank=rank,
+                call=event["where"],
+                line=event["line"],
+            )
+        elif event["kind"] == "end":
+            text = say("rank {rank} has ended", rank=rank)
+        else:
+            text = say("rank {rank} is at {line}", rank=rank, line=event["line"])
+        said.append(text)
+    return last, waiting, clauses(said)
 
 
 @judge("run", "rank-0-prepares-for-longer-than-the-timeout", certain=False)
@@ -118,7 +137,8 @@ def one_prepares(run):
     """A hint, for it may be done in time."""
     last, waiting, said = standing(run)
     if waiting and any(event["kind"] == "stands" and event not in waiting for event in last):
-        return Finding(waiting[0]["line"], f"{said}: will the timeout be longer?")
+        text = say("{said}: will the timeout be longer?", said=said)
+        return Finding(waiting[0]["line"], text)
 
 
 @judge("run", "it-hangs-or-fails-late", certain=True, general="hang")
@@ -140,7 +160,7 @@ def hang(run):
     elif more_batches(run):
         place = "one-process-has-one-step-more"
     elif "new_group" in where:
-        place, said = STANDS, f"{said}: all processes must call new_group()"
+        place, said = STANDS, say("{said}: all processes must call new_group()", said=said)
         line = next(event["line"] for event in waiting if event["where"] == "new_group")
     elif where & {*MESSAGES, "wait()"}:
         place = STANDS

@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 
+from ..words import listed, say
 from . import Finding, judge
 
 
@@ -10,7 +11,7 @@ from . import Finding, judge
 def wrapped_saved(row, run):
     """A hint, for what loads it may be wrapped too."""
     if row[0]["of_wrapped"]:
-        text = 'the keys begin with "module.": save the plain model'
+        text = say('the keys begin with "module.": save the plain model')
         return Finding(row[0]["line"], text)
 
 
@@ -26,10 +27,10 @@ def all_save(run):
         if not path or len(by) < 2:
             continue
         locals_, lines = zip(*by.values(), strict=True)
-        text = f"{len(by)} processes write {os.path.basename(path)}"
+        text = writers_of(len(by), [path])
         if {*locals_} == {"0"}:
             place = "local-rank-0-is-taken-for-rank-0"
-            return Finding(lines[0], f"{text}, as local rank 0", place)
+            return Finding(lines[0], say("{text}, as local rank 0", text=text), place)
         return Finding(lines[0], text)
 
 
@@ -45,9 +46,12 @@ def all_write(run):
     if not several:
         return None
     lines, *_ = several.values()
-    files = sorted({*map(os.path.basename, several)})
-    text = f"{len(lines)} processes write {', '.join(files[:3])}"
-    return Finding(next(iter(lines.values())), text)
+    return Finding(next(iter(lines.values())), writers_of(len(lines), several))
+
+
+def writers_of(count, paths):
+    names = sorted({*map(os.path.basename, paths)})[:3]
+    return say("{count} processes write {names}", count=count, names=listed(names))
 
 
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True)
@@ -56,5 +60,5 @@ def one_saves_its_part(run):
     saves = [process.of("save") for process in run]
     parts = [save for of_one in saves for save in of_one if save["parts"]]
     if parts and not all(saves):
-        text = "a part of the weights is saved, that of this process: the others save none"
+        text = say("a part of the weights is saved, that of this process: the others save none")
         return Finding(parts[0]["line"], text)

@@ -3,15 +3,25 @@
 import re
 
 from ..run import differ, each
+from ..words import both, say
 from . import Finding, judge
 
 # In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
 # of the plain model, B a backward. The line is that of the letter in brackets.
 WRONG_ORDERS = {
-    "(p)": ("the-plain-model-is-trained", "DDP's model is not called: nothing is averaged"),
-    "^[^F]*(f)[^F]*$": ("no_sync-is-one-off", "all parts of a step are in no_sync()"),
-    "F[^F]*(f)[^F]*$": ("no_sync-around-backward-alone", "the last forward pass is in no_sync()"),
-    "FFB(B)": ("two-forwards-then-two-backwards", "this second backward's gradients stay local"),
+    "(p)": (
+        "the-plain-model-is-trained",
+        say("DDP's model is not called: nothing is averaged"),
+    ),
+    "^[^F]*(f)[^F]*$": ("no_sync-is-one-off", say("all parts of a step are in no_sync()")),
+    "F[^F]*(f)[^F]*$": (
+        "no_sync-around-backward-alone",
+        say("the last forward pass is in no_sync()"),
+    ),
+    "FFB(B)": (
+        "two-forwards-then-two-backwards",
+        say("this second backward's gradients stay local"),
+    ),
 }
 DIFFER = "doctor.md#the-weights-differ"
 NOT_THE_SAME = "doctor.md#the-processes-do-not-do-the-same"
@@ -32,7 +42,8 @@ def one_resumes(row, run):
     loads = [process.of("load") for process in run]
     if len({*map(len, loads)}) > 1:
         rank = min(range(len(run)), key=lambda rank: len(loads[rank]))
-        return Finding(max(loads, key=len)[-1]["line"], f"rank {rank} does not load it")
+        text = say("rank {rank} does not load it", rank=rank)
+        return Finding(max(loads, key=len)[-1]["line"], text)
 
 
 @judge("apart", "unfrozen-after-wrapping", certain=True, explains=["weights"])
@@ -40,8 +51,11 @@ def unfrozen(row, run):
     """Certain, for the weight that differs was frozen then."""
     for wrap in run[0].of("wrap"):
         if row[0]["name"] in wrap["frozen"]:
-            text = f"{row[0]['name']} was frozen when DDP wrapped it: its gradients"
-            return Finding(wrap["line"], f"{text} are not averaged")
+            text = say(
+                "{name} was frozen when DDP wrapped it: its gradients are not averaged",
+                name=row[0]["name"],
+            )
+            return Finding(wrap["line"], text)
 
 
 @judge(
@@ -53,7 +67,7 @@ def unfrozen(row, run):
 def own_decision(row, run):
     """Certain where their numbers differ."""
     if differ(row, "value"):
-        text = f"each process decides by its own number: {each(row, 'value')}"
+        text = say("each process decides by its own number: {values}", values=each(row, "value"))
         return Finding(row[0]["line"], text)
 
 
@@ -68,9 +82,8 @@ def rates_differ(run):
     """Certain for weights that DDP keeps equal: it averages gradients, and no rate."""
     for row in run.rows("step"):
         if differ(row, "lr") and row[0]["weights"]:
-            return Finding(
-                scheduled(run) or row[0]["line"], f"the learning rates differ: {each(row, 'lr')}"
-            )
+            text = say("the learning rates differ: {rates}", rates=each(row, "lr"))
+            return Finding(scheduled(run) or row[0]["line"], text)
 
 
 def scheduled(run):
@@ -98,8 +111,12 @@ def read_too_early(run):
         for load in reader.of("load"):
             same = save["path"] and load["path"] == save["path"]
             if same and calls(writer, save) == calls(reader, load):
-                text = f"it may be read before another process has saved it ({save['line']})"
-                return Finding(load["line"], f"{text}: no barrier() is between")
+                text = say(
+                    "it may be read before another process has saved it ({line}): no barrier() "
+                    "is between",
+                    line=save["line"],
+                )
+                return Finding(load["line"], text)
 
 
 @judge("run", NOT_THE_SAME, certain=True, explains=["weights"])
@@ -112,7 +129,7 @@ def steps_differ(run):
         counts = [*map(len, steps)]
         if len({*counts}) > 1:
             line = max(steps, key=len)[-1]["line"]
-            text = f"the processes make {' and '.join(map(str, counts))} steps of the optimizer"
+            text = say("the processes make {counts} steps of the optimizer", counts=both(counts))
             return Finding(line, text)
 
 
@@ -121,7 +138,9 @@ def zeroed_differ(row, run):
     """Certain: what one process has left in its gradients goes into the mean."""
     if differ(row, "zeroed") and 0 in {event["zeroed"] for event in row}:
         ranks = [rank for rank, event in enumerate(row) if not event["zeroed"]]
-        text = f"rank {ranks[0]} has not called zero_grad() since its last step, others have"
+        text = say(
+            "rank {rank} has not called zero_grad() since its last step, others have", rank=ranks[0]
+        )
         return Finding(row[0]["line"], text)
 
 
@@ -131,14 +150,17 @@ def modes_differ(row, run):
     row = [one["forward"] for one in row]  # the first of each pass
     if all(row) and differ(row, "training") and not differ(row, "line"):
         ranks = [rank for rank, event in enumerate(row) if not event["training"]]
-        text = f"rank {ranks[0]} is not in training mode here, others are: who calls train()?"
+        text = say(
+            "rank {rank} is not in training mode here, others are: who calls train()?",
+            rank=ranks[0],
+        )
         return Finding(row[0]["line"], text, certain=any(event["modes"] for event in row))
 
 
 @judge("apart", DIFFER, certain=True, general="weights")
 def weights_differ(row, run):
     """Certain, for they differ; told unless a judge names the cause."""
-    text = f"from here on {row[0]['name']} differs between the processes"
+    text = say("from here on {name} differs between the processes", name=row[0]["name"])
     return Finding(row[0]["line"], text)
 
 
@@ -149,22 +171,21 @@ def own_weights_differ(run):
     Else a hint, for each process may have a model of its own.
     """
     steps = [row for row in run.rows("step") if any(event["own"] for event in row)]
-    if run.noted(
-        "part", "together"
-    ):  # a group of some processes: others may rightly have other weights
+    if run.noted("part", "together"):  # other processes may rightly have other weights
         return None
     if not steps or not differ(steps[-1], "own") or not same_names(steps[-1]):
         return None
     first = next(row for row in steps if differ(row, "own"))
     by_hand = any(event["gradients"] == "own" for event in run[0].of("collective"))
     begins = first is steps[0]
-    text = "the weights differ between the processes " + (
-        "from the first step on" if begins else "from here on"
-    )
+    if begins:
+        text = say("the weights differ between the processes from the first step on")
+    else:
+        text = say("the weights differ between the processes from here on")
     if begins and by_hand:
-        text += ": broadcast rank 0's before"
+        text = say("{text}: broadcast rank 0's before", text=text)
     elif not by_hand:
-        text += ": no DDP, and no gradient is averaged"
+        text = say("{text}: no DDP, and no gradient is averaged", text=text)
     return Finding(first[0]["line"], text, certain=by_hand)
 
 
@@ -182,7 +203,9 @@ def shards_differ(run):
         first = min((event["place"] for event in run[0].of("step")), default=len(run[0].events))
         sent = [e for e in run[0].of(*later) if row[0]["place"] < e["place"] < first]
         if names and not sent:
-            text = f"{names[0]} differs between the processes here: FSDP sends no weights"
+            text = say(
+                "{name} differs between the processes here: FSDP sends no weights", name=names[0]
+            )
             return Finding(row[0]["line"], text)
     return None
 

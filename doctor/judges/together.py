@@ -3,11 +3,12 @@
 import math
 
 from ..run import names
+from ..words import say
 from . import Finding, judge
 
 SAMPLER = {
-    "layer": ("rank-in-the-sampler-of-a-tensor-group", "a layer's parts"),
-    "pipeline": ("rank-in-the-sampler-of-a-pipeline", "the stages of one pipeline"),
+    "layer": "rank-in-the-sampler-of-a-tensor-group",
+    "pipeline": "rank-in-the-sampler-of-a-pipeline",
 }
 
 
@@ -20,13 +21,18 @@ def groups(run, of):
 @judge("run", "rank-in-the-sampler-of-a-tensor-group", certain=True, explains=["weights"])
 def read_others(run):
     """Certain, for what they compute together is of the same items."""
-    for of, (place, whose) in SAMPLER.items():
+    for of, place in SAMPLER.items():
         for group in groups(run, of):
             for row in run.rounds("trained"):
                 ranks = [rank for rank in group if row[rank]["read"] == row[group[0]]["read"]]
                 other = [rank for rank in ranks if names(row[rank]) != names(row[group[0]])]
                 if other:
-                    text = f"ranks {group[0]} and {other[0]} read other items: they have {whose}"
+                    ranks = {"one": group[0], "other": other[0]}
+                    text = say("ranks {one} and {other} read other items", **ranks)
+                    if of == "layer":
+                        text = say("{text}: they have parts of one layer", text=text)
+                    else:
+                        text = say("{text}: they have stages of one pipeline", text=text)
                     return Finding(row[0]["sampler"] or row[0]["made"], text, place)
     return None
 
@@ -36,7 +42,7 @@ def clip_of_a_stage(run):
     """Certain where it may change a gradient: the largest norm is no infinity."""
     clips = [e for e in run[0].of("clip") if e["norm"] is not None and math.isfinite(e["norm"])]
     if clips and groups(run, "pipeline"):
-        text = "each stage is scaled by the norm of its own gradients"
+        text = say("each stage is scaled by the norm of its own gradients")
         return Finding(clips[0]["line"], text)
     return None
 
@@ -56,11 +62,15 @@ def same_part_differs(run):
         if apart and before is None:  # they began so: on purpose, or see shards_differ
             return None
         if apart:
-            shape = apart[0].partition(" ")[2].partition("]")[0]
-            text = f"from here on a weight of shape {shape}] differs between processes that have "
-            text += "the same part of it"
+            shape = f"{apart[0].partition(' ')[2].partition(']')[0]}]"
+            text = say(
+                "from here on a weight of shape {shape} differs between processes that have the "
+                "same part of it",
+                shape=shape,
+            )
             if groups(run, "layer"):
-                return Finding(before[0]["line"], f"{text}: is its gradient scaled by each alone?")
+                text = say("{text}: is its gradient scaled by each alone?", text=text)
+                return Finding(before[0]["line"], text)
             return Finding(before[0]["line"], text, "doctor.md#the-weights-differ")
         before = row if row[0]["parts"] else before
     return None

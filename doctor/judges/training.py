@@ -1,8 +1,9 @@
 """What is computed in a step: the loss, the gradients, what is drawn at random."""
 
+from ..words import both, say
 from . import Finding, judge
 
-LIBRARIES = {"torch": "torch", "random": "Python's random", "numpy": "numpy"}
+LIBRARIES = {"torch": "torch", "random": say("Python's random"), "numpy": "numpy"}
 
 
 @judge("gradient", "the-loss-is-reduced-before-backward", certain=True, explains=["weights"])
@@ -11,7 +12,7 @@ def reduced_loss(row, run):
 
     Where the sum is only added to a loss, each process's own part gets a gradient of 1: right.
     """
-    text = "backward() goes through what was reduced here, as if it had not been"
+    text = say("backward() goes through what was reduced here, as if it had not been")
     place = None if row[0]["one"] else "all_reduce-of-a-ratios-sums"
     return Finding(row[0]["line"], text, place)
 
@@ -21,8 +22,9 @@ def own_count(means, run):
     """A hint where most differ; a last batch may be shorter."""
     others = [row for row in means if not near(*(event["counted"] for event in row))]
     if len(others) > len(means) / 2:
-        counts = " and ".join(f"{event['counted']:.6g}" for event in others[0])
-        return Finding(others[0][0]["line"], f"the means of the loss are over {counts} items")
+        counts = both(f"{event['counted']:.6g}" for event in others[0])
+        text = say("the means of the loss are over {counts} items", counts=counts)
+        return Finding(others[0][0]["line"], text)
 
 
 def near(*numbers):
@@ -34,7 +36,7 @@ def near(*numbers):
 def clipped_scaled(row, run):
     """Certain between scale() and unscale_() of a scaler that is on."""
     if row[0]["scaled"]:
-        text = "the gradients are still scaled: call scaler.unscale_() first"
+        text = say("the gradients are still scaled: call scaler.unscale_() first")
         return Finding(row[0]["line"], text)
 
 
@@ -44,7 +46,10 @@ def own_schedule(row, run):
     rates = [e["done"] for e in run[0].of("rate") if e["number"] == row[0]["number"]]
     done, length = max(rates, default=0), row[0]["length"]
     if done > 9 and run[0].end["error"] == "" and abs(length / done / len(run) - 1) < 0.05:
-        return Finding(row[0]["line"], f"the schedule has {length} steps, and {done} were done")
+        text = say(
+            "the schedule has {length} steps, and {done} were done", length=length, done=done
+        )
+        return Finding(row[0]["line"], text)
 
 
 @judge("run", "the-same-seed-everywhere", certain=False)
@@ -53,8 +58,11 @@ def same_seed(run):
     drawn = [library for library in LIBRARIES if drawn_alike(run, library)]
     if drawn:
         line = (run[0].of("seed") or run[0].of("step"))[-1]["line"]
-        among = "" if drawn == ["torch"] else f" of {' and '.join(LIBRARIES[one] for one in drawn)}"
-        return Finding(line, f"all processes draw the same random numbers{among}")
+        text = say("all processes draw the same random numbers")
+        if drawn != ["torch"]:
+            of = both(LIBRARIES[one] for one in drawn)
+            text = say("all processes draw the same random numbers of {libraries}", libraries=of)
+        return Finding(line, text)
 
 
 def drawn_alike(run, library):
@@ -89,8 +97,9 @@ def states_in_passes(process, library):
 def unwaited(row, run):
     """Certain where a number was read before wait() was called; else it may not be needed."""
     read = row[0]["read"]
-    text = "read" if read else "ended"
-    text = f"async_op=True, and the result is {text} before wait() was called"
+    text = say("async_op=True, and the process has ended before wait() was called")
+    if read:
+        text = say("async_op=True, and the result is read before wait() was called")
     return Finding(row[0]["line"], text, certain=read)
 
 
@@ -99,7 +108,7 @@ def averaged_twice(run):
     """A hint: a mean of equal numbers changes nothing, a sum is wrong."""
     for event in run[0].of("collective"):
         if event["gradients"] == "wrapped":
-            text = "DDP has averaged these gradients already: a sum makes them larger"
+            text = say("DDP has averaged these gradients already: a sum makes them larger")
             return Finding(event["line"], text)
 
 
@@ -111,8 +120,11 @@ def other_shapes(run):
         shapes = [event["shape"] for event in row]
         needs_one = row[0]["name"] not in ("broadcast", "all_to_all", "all_to_all_single")
         if len(calls) == 1 and needs_one and any(shape != shapes[0] for shape in shapes):
-            said = " and ".join(str(shape and shape[1:]) for shape in shapes)
-            return Finding(row[0]["line"], f"{row[0]['name']} is given tensors of shape {said}")
+            said = both(shape and shape[1:] for shape in shapes)
+            text = say(
+                "{name} is given tensors of shape {shapes}", name=row[0]["name"], shapes=said
+            )
+            return Finding(row[0]["line"], text)
 
 
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=True)
@@ -121,8 +133,11 @@ def order_of_a_set(run):
     hashes = {event["hash"] for process in run for event in process.of("began")}
     for event in run[0].of("collective"):
         if event["set"] and event["whole"]:
-            text = "the order of this set may be another in each process, and it calls"
-            text = f"{text} {event['name']}(): sort it"
+            text = say(
+                "the order of this set may be another in each process, and it calls "
+                "{name}(): sort it",
+                name=event["name"],
+            )
             return Finding(event["set"], text, certain=len(hashes) > 1)
 
 

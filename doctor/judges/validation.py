@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 
 from ..run import differ, names, times_seen
+from ..words import say
 from . import Finding, judge
 
 ONCE = "doctor.md#an-item-is-not-counted-once"
@@ -17,7 +18,7 @@ def own_split(row, run):
     trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
     both = set.union(*trained) & set.union(*validated)
     if both and not any(a & b for a, b in zip(trained, validated, strict=True)):
-        text = f"{len(both)} items that one process validates, another trains with"
+        text = say("{count} items that one process validates, another trains with", count=len(both))
         return Finding(row[0]["made"], text)
 
 
@@ -62,9 +63,13 @@ def padding_of(row):
 def padded(row, run):
     """A mistake where no items are gathered; else a hint: they may be cut to the right number."""
     if padding := padding_of(row):
-        text = f"the sampler repeats {padding} of {row[0]['size']} items, for equal parts"
+        text = say(
+            "the sampler repeats {padding} of {size} items, for equal parts",
+            padding=padding,
+            size=row[0]["size"],
+        )
         if gathered(row[0], run[0]):
-            text = f"{text}, unless they are cut off again"
+            text = say("{text}, unless they are cut off again", text=text)
             return Finding(row[0]["sampler"], text, certain=False)
         return Finding(row[0]["sampler"], text)
 
@@ -76,16 +81,20 @@ def one_part(row, run):
     overlap = len(set.intersection(*[{*names(one)} for one in row]))
     together = added_up(row[0], run[0]) or by_files(row[1:], run[1:])
     if whole and overlap <= max(0, row[0]["padding"]) and not together:
-        return Finding(row[0]["line"], "each process validates a part, and nothing is added up")
+        text = say("each process validates a part, and nothing is added up")
+        return Finding(row[0]["line"], text)
 
 
 @judge("validated", "every-process-validates-all-images", certain=False)
 def all_validated(row, run):
     """A mistake where the script prints more than 100 %; else a mean of the same may be right."""
     if row[0]["whole"] and not differ(row, "items") and added_up(row[0], run[0]):
-        text = f"each process validates all {len(row[0]['items'])} items: a sum counts them"
-        more = run.noted("above 100 %")
-        return Finding(row[0]["made"], f"{text} {len(run)} times", certain=more)
+        text = say(
+            "each process validates all {count} items: a sum counts them {times} times",
+            count=len(row[0]["items"]),
+            times=len(run),
+        )
+        return Finding(row[0]["made"], text, certain=run.noted("above 100 %"))
 
 
 @judge("run", "validation-numbers-its-classes-by-itself", certain=True)
@@ -100,14 +109,22 @@ def other_classes(run):
     ours, theirs = trained[0]["classes"], validated[0]["classes"]
     if ours and theirs and ours != theirs:
         number = next(i for i, name in enumerate([*ours, None]) if theirs[i : i + 1] != [name])
-        text = f"class {number} is {[*ours, None][number]} in training"
-        text += f" and {[*theirs, None][number]} here"
+        text = say(
+            "class {number} is {name} in training and {other} here",
+            number=number,
+            name=[*ours, None][number],
+            other=[*theirs, None][number],
+        )
         return Finding(validated[0]["made"], text)
     labels, others = labels_of(trained), labels_of(validated)
     alike = labels == {*range(len(labels))} and others == {*range(len(others))}
     if alike and 1 < len(others) < len(labels) and len(validated[0]["items"]) > 9 * len(labels):
-        text = f"the labels are 0 to {len(others) - 1}, in training 0 to {len(labels) - 1}"
-        return Finding(validated[0]["made"], f"{text}: are they the same classes?", certain=False)
+        text = say(
+            "the labels are 0 to {last}, in training 0 to {other}: are they the same classes?",
+            last=len(others) - 1,
+            other=len(labels) - 1,
+        )
+        return Finding(validated[0]["made"], text, certain=False)
     return None
 
 
@@ -133,8 +150,10 @@ def never_validated(run):
         seen = times_seen(passes, parts=3)
         parted = any(one["length"] is not None and one["length"] < size for one in passes)
         if len(seen) < size and (parted or any(one["drops"] for one in passes)):
-            why = ": drop_last=True" if passes[0]["drops"] else ""
-            text = f"{size - len(seen)} of {size} items are never validated{why}"
+            never = size - len(seen)
+            text = say("{never} of {size} items are never validated", never=never, size=size)
+            if passes[0]["drops"]:
+                text = say("{text}: drop_last=True", text=text)
             # Those that it trains with, in an order that changes, are looked at for an estimate.
             trains = any(
                 one["trained"] and loader(one) == loader(passes[0]) for one in run[0].passes
@@ -151,9 +170,10 @@ def validated_twice(row, run):
     seen = times_seen(row, parts=3)
     twice = sum(count > 1 for count in seen.values())
     if twice > max(0, row[0]["padding"]) and differ(row, "items"):
-        return Finding(
-            row[0]["made"], f"{twice} of {len(seen)} validated items count several times"
+        text = say(
+            "{twice} of {count} validated items count several times", twice=twice, count=len(seen)
         )
+        return Finding(row[0]["made"], text)
 
 
 def loader(one):
@@ -187,7 +207,7 @@ def adds_nothing(run):
         in_place = any(changes for of in calls for _, changes in of)
         idle = [rank for rank in nothing if not in_place or not any(c for _, c in calls[rank])]
         if idle and any(n for of in calls for n, _ in of):
-            text = f"rank {idle[0]} validates items, and adds 0 here each time"
+            text = say("rank {rank} validates items, and adds 0 here each time", rank=idle[0])
             return Finding(line, text)
     return None
 
@@ -209,7 +229,7 @@ def own_batchnorm(row, run):
         buffers = [event["buffers"] for event in row]
         name = next((k for k in buffers[0] if len({str(b.get(k)) for b in buffers}) > 1), None)
         if name:
-            text = f"{name} differs between the processes when they validate"
+            text = say("{name} differs between the processes when they validate", name=name)
             return Finding(row[0]["line"], text)
 
 
@@ -221,7 +241,7 @@ def other_model(row, run):
     same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
     if differ(row, "weights") and same and not row[0]["wrapped"]:
         name = next(n for n in row[0]["weights"] if len({e["weights"][n] for e in row}) > 1)
-        text = f"{name} of the model that is validated differs between the processes"
+        text = say("{name} of the model that is validated differs between the processes", name=name)
         return Finding(row[0]["line"], text, certain=together)
 
 
@@ -230,7 +250,9 @@ def modes_differ(row, run):
     """Certain for BatchNorm and dropout: in training mode they give other answers."""
     if differ(row, "training") and not differ(row, "line"):
         rank = next(rank for rank, event in enumerate(row) if event["training"])
-        text = f"rank {rank} validates in training mode, others do not: who calls eval()?"
+        text = say(
+            "rank {rank} validates in training mode, others do not: who calls eval()?", rank=rank
+        )
         return Finding(row[0]["line"], text, certain=any(event["modes"] for event in row))
 
 
@@ -245,6 +267,9 @@ def read_before_the_sum(run):
         read = {event["line"] for event in process.of("sum read")}
         for line, known in sums.items():
             if all(known) and line not in read:
-                text = f"{known[0]} has read this number before it is added up, and none after"
+                text = say(
+                    "{line} has read this number before it is added up, and none after",
+                    line=known[0],
+                )
                 return Finding(line, text)
     return None

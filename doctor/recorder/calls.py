@@ -5,6 +5,7 @@ import re
 from typing import NamedTuple
 
 from ..events import is_users
+from ..words import Said, say
 
 # Calls to which each rank brings a tensor of the same size. Others may differ.
 ALIKE = """all_reduce allreduce_coalesced broadcast reduce all_gather _all_gather_base gather
@@ -21,9 +22,11 @@ class Call(NamedTuple):
     backward: bool  # made in backward(): DDP's sum of gradients
     peers: tuple | None  # of a message: (from, to), numbers in the group
 
-    def __str__(self):
-        words = "its sum of gradients" if self.backward else self.name
-        return f"{words} {self.sizes}" + (f" ({self.line})" if self.line else "")
+    def said(self) -> Said:
+        words = say("its sum of gradients") if self.backward else self.name
+        if self.line:
+            return say("{call} {sizes} ({line})", call=words, sizes=self.sizes, line=self.line)
+        return say("{call} {sizes}", call=words, sizes=self.sizes)
 
 
 def calls_of(dump):

@@ -3,6 +3,7 @@
 import os
 
 from ..attach.words import Finding, names, they
+from ..words import clauses, on_screen, page, say
 from .calls import ALIKE, groups_of
 from .read import dumps_in
 
@@ -28,8 +29,10 @@ def by_call(row):
     """ "rank 0 all_reduce [1] (train.py:73), rank 1 broadcast [64] (train.py:56)" """
     said = {}
     for rank, call in row.items():
-        said.setdefault(str(call), []).append(rank)
-    return ", ".join(f"{names(ranks)} {call}" for call, ranks in said.items())
+        said.setdefault(call.said(), []).append(rank)
+    return clauses(
+        say("{ranks} {call}", ranks=names(ranks), call=call) for call, ranks in said.items()
+    )
 
 
 def first_that_differs(group):
@@ -58,11 +61,17 @@ def left_out(group):
         sums = call.backward or (call.name == "all_reduce" and min(counts.values()) > 0)
         if few and sums:
             other = row[few[0]]
-            text = f"{they(few, 'has')} left out a backward, or is past the loop: call {number} is "
-            text += (
-                f"{by_call(row)}, and of {call.name} {call.sizes} it has made {counts[few[0]]}, "
+            text = say(
+                "{they_have} left out a backward, or is past the loop: call {number} is "
+                "{calls}, and of {call} {sizes} it has made {few}, the others {many}",
+                they_have=they(few, "has"),
+                number=number,
+                calls=by_call(row),
+                call=call.name,
+                sizes=call.sizes,
+                few=counts[few[0]],
+                many=max(counts.values()),
             )
-            text += f"the others {max(counts.values())}"
             return Finding(text, SKIPPED, other.line, mistake=True)
     return None
 
@@ -72,10 +81,13 @@ def sizes_differ(group):
     number, row = first_that_differs(group)
     if row and len({call.name for call in row.values()}) == 1:
         call = next(iter(row.values()))
-        text = (
-            f"call {number} is {call.name} in all, of tensors that are not alike: {by_call(row)}. "
+        text = say(
+            "call {number} is {call} in all, of tensors that are not alike: {calls}. "
+            "Pad them to one length, or exchange the lengths first",
+            number=number,
+            call=call.name,
+            calls=by_call(row),
         )
-        text += "Pad them to one length, or exchange the lengths first"
         return Finding(text, DIFFER, call.line, mistake=True)
     return None
 
@@ -85,7 +97,8 @@ def other_calls(group):
     number, row = first_that_differs(group)
     if row:
         line = next(iter(row.values())).line
-        return Finding(f"call {number} is not the same: {by_call(row)}", DIFFER, line, mistake=True)
+        text = say("call {number} is not the same: {calls}", number=number, calls=by_call(row))
+        return Finding(text, DIFFER, line, mistake=True)
     return None
 
 
@@ -100,9 +113,15 @@ def some_stay_behind(group):
     row = group.row(number)
     if not row or all(call.done for call in row.values()):
         return None
-    text = f"{they(behind, 'has')} not come to call {number}, which is {by_call(row)}"
     before = group.calls[behind[0]].get(last[behind[0]])
-    text += f"; its last was {before}" if before else "; it has made none"
+    more = say("its last was {call}", call=before.said()) if before else say("it has made none")
+    text = say(
+        "{they_have} not come to call {number}, which is {calls}; {more}",
+        they_have=they(behind, "has"),
+        number=number,
+        calls=by_call(row),
+        more=more,
+    )
     return Finding(text, DIFFER, before.line if before else "", mistake=True)
 
 
@@ -121,10 +140,16 @@ def no_answer(group):
             call = more[len(less)]
             who, other = (source, target) if more is sends else (target, source)
             ranks = [group.ranks[who], group.ranks[other]]
-            text = (
-                f"rank {ranks[0]} {call}: number {len(less) + 1} of its calls of {call.name} with "
+            text = say(
+                "rank {rank} {call}: number {number} of its calls of {name} with rank "
+                "{other}, which has made {less} of the other kind",
+                rank=ranks[0],
+                call=call.said(),
+                number=len(less) + 1,
+                name=call.name,
+                other=ranks[1],
+                less=len(less),
             )
-            text += f"rank {ranks[1]}, which has made {len(less)} of the other kind"
             return Finding(text, "doctor.md#it-stands-still", call.line, mistake=True)
     return None
 
@@ -139,54 +164,80 @@ def all_have_made_it(group):
     if not pending:
         return None
     if absent:
-        text = f"there is no file of {names(absent)}: it may have died, or stands elsewhere. The "
-        text += f"others wait in call {number}, {by_call(row)}"
-    else:
-        text = (
-            f"all ranks have made the same calls; {they(pending, 'has')} not ended call {number}, "
+        text = say(
+            "there is no file of {ranks}: it may have died, or stands elsewhere. The "
+            "others wait in call {number}, {calls}",
+            ranks=names(absent),
+            number=number,
+            calls=by_call(row),
         )
-        text += f"{by_call(row)}: the network, or a GPU"
+    else:
+        text = say(
+            "all ranks have made the same calls; {they_have} not ended call {number}, "
+            "{calls}: the network, or a GPU",
+            they_have=they(pending, "has"),
+            number=number,
+            calls=by_call(row),
+        )
     return Finding(text, "faq.md#starting", row[pending[0]].line)
 
 
 def main(folder):
     """Print what the files of a folder say; returns the exit code, as --attach does."""
+
+    def tell(said):
+        print(f" {on_screen(said)}")
+
     if not os.path.isdir(folder):
-        print(f" doctor --dumps: {folder} is no folder")
+        tell(say("doctor --dumps: {folder} is no folder", folder=folder))
         return 2
     dumps, left = dumps_in(folder)
     for reason in left:
-        print(f" left out: {reason}")
+        tell(say("left out: {reason}", reason=reason))
     if not dumps:
-        print(f" no file of the flight recorder in {folder}: their names end with the rank")
+        tell(
+            say(
+                "no file of the flight recorder in {folder}: their names end with the rank",
+                folder=folder,
+            )
+        )
         return 2
     try:
         said, found = lines(dumps), findings(dumps)
     except Exception as error:  # fields of another kind than torch's: anybody may have written it
-        print(f" the files cannot be compared: {type(error).__name__}: {error}")
+        tell(say("the files cannot be compared: {error}", error=f"{type(error).__name__}: {error}"))
         return 2
     for line in said:
-        print(f" {line}")
+        tell(line)
     for one in found:
-        print(f" {one.line + '  ' if one.line else ''}{one.text}  → docs/{one.place}")
+        line = f"{one.line}  " if one.line else ""
+        print(f" {line}{on_screen(one.text)}  → {page(one.place)}")
     if not found:
-        print(" the ranks have made the same calls, and all have ended")
+        tell(say("the ranks have made the same calls, and all have ended"))
     return 1 if any(one.mistake for one in found) else 3 if found else 0
 
 
 def lines(dumps):
     """A line for each rank and group."""
-    groups = groups_of(dumps)
-    return [f"rank {r}: {said(g, r)}" for r in dumps for g in groups if r in g.calls]
+    pairs = [(rank, group) for rank in dumps for group in groups_of(dumps) if rank in group.calls]
+    return [say("rank {rank}: {said}", rank=r, said=said(group, r)) for r, group in pairs]
 
 
 def said(group, rank):
     """ "call 37 is the last, call 36 has ended; the last: broadcast [64] (train.py:56)" """
     calls = group.calls[rank]
     last = group.last(rank)
-    name = f" of group {group.name}" if group.name not in ("0", "") else ""
     ended = max((number for number, call in calls.items() if call.done), default=0)
-    text = f"call {last}{name} is the last, call {ended} has ended" if calls else "no collective"
-    text += f"; the last: {calls[last]}" if calls else ""
+    known = {"last": last, "ended": ended, "call": calls[last].said() if calls else ""}
+    if not calls:
+        text = say("no collective")
+    elif group.name in ("0", ""):
+        text = say("call {last} is the last, call {ended} has ended; the last: {call}", **known)
+    else:
+        text = say(
+            "call {last} of group {group} is the last, call {ended} has ended; the last: {call}",
+            **known,
+            group=group.name,
+        )
     messages = group.messages.get(rank)
-    return text + (f"; {len(messages)} messages" if messages else "")
+    return say("{text}; {count} messages", text=text, count=len(messages)) if messages else text

@@ -6,15 +6,19 @@ import pickle
 import re
 from pathlib import Path
 
+from ..words import say
+
 
 class Plain(pickle.Unpickler):
     """Of numbers, text, lists and dicts alone: a pickle that names a function is refused."""
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, and would run it")
+        raise pickle.UnpicklingError(
+            say("it holds {name}, and would run it", name=f"{module}.{name}")
+        )
 
     def persistent_load(self, pid):
-        raise pickle.UnpicklingError("it holds a reference to something outside")
+        raise pickle.UnpicklingError(say("it holds a reference to something outside"))
 
 
 def dump_of(data):
@@ -22,13 +26,14 @@ def dump_of(data):
     try:
         found = json.loads(data) if data[:1] == b"{" else Plain(io.BytesIO(data)).load()
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(say("no JSON: {error}", error=error)) from None
     except Exception as error:  # a damaged pickle may raise any
-        raise ValueError(f"no pickle of plain values: {error}") from None
+        why = error.args[0] if len(error.args) == 1 else error
+        raise ValueError(say("no pickle of plain values: {error}", error=why)) from None
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
-        raise ValueError("it has no list of entries")
+        raise ValueError(say("it has no list of entries"))
     if not all(isinstance(entry, dict) and "profiling_name" in entry for entry in found["entries"]):
-        raise ValueError("its entries are no calls")
+        raise ValueError(say("its entries are no calls"))
     return found
 
 
@@ -42,10 +47,11 @@ def dumps_in(folder):
         try:
             dump = dump_of(path.read_bytes())
         except ValueError as error:
-            left.append(f"{path.name}: {error}")
+            left.append(say("{file}: {why}", file=path.name, why=error.args[0]))
             continue
         rank = int(number[1])
         if rank in found:
-            left.append(f"{path.name}: another file is of rank {rank}, too")
+            text = say("{file}: another file is of rank {rank}, too", file=path.name, rank=rank)
+            left.append(text)
         found.setdefault(rank, dump)
     return found, left

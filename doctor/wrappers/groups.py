@@ -3,13 +3,14 @@
 import os
 
 from ..events import RECORD, note
-from . import wrap
+from . import processes, wrap
 
 
 def install(torch):
     dist = torch.distributed
 
     def joins(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *_, **__):
+        processes.joins()
         if RECORD.launched and rank >= 0:
             note("joins", rank=rank, number=int(os.environ.get("RANK", rank)))
 

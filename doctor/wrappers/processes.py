@@ -8,6 +8,8 @@ import sys
 from ..events import RECORD, note
 from . import wrap
 
+started = []  # something, in a process that the script has started
+
 
 class Early:
     """Wraps in a process that starts anew, before it reads the script (unpickling calls exec)."""
@@ -27,9 +29,25 @@ class Inside:
     def __call__(self, *args, **kwargs):
         from ..process import begin, noted_end
 
+        started.append(self)
         begin()
         with noted_end():
             return self.target(*args, **kwargs)
+
+
+def joins():
+    """A process is about to join a group."""
+    if RECORD.launched and started:
+        end_for_another_start()
+
+
+def end_for_another_start():
+    """plan.py starts the script again, without a launcher.
+
+    Each process of torchrun would start so many, and all of them would meet on one port.
+    """
+    note("spawns")
+    os._exit(0)
 
 
 def install(torch):
@@ -41,10 +59,8 @@ def install(torch):
         real(self, group, Inside(target) if target and not worker else target, *args, **kwargs)
 
     def spawns(fn, args=(), nprocs=1, *_, **__):
-        """Each process of torchrun would start so many, and all of them would meet on one port."""
         if RECORD.launched and nprocs > 1 and not torch.distributed.is_initialized():
-            note("spawns")
-            os._exit(0)  # launch.examine() starts the script again, without a launcher
+            end_for_another_start()
 
     base.__init__ = start
     multiprocessing.spawn.get_preparation_data = lambda name: {"doctor": Early(), **prepared(name)}

@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import linecache
 import os
 import sys
 
@@ -54,9 +55,8 @@ def loops_at(file, line):
 @functools.cache
 def tree_of(file):
     try:
-        with open(file) as source:
-            return ast.parse(source.read())
-    except (OSError, ValueError, SyntaxError):
+        return ast.parse("".join(linecache.getlines(file)))  # it knows those of a notebook, too
+    except (ValueError, SyntaxError):
         return ast.Module([], [])
 
 

@@ -302,7 +302,7 @@ def test_a_rank_that_was_stopped(tmp_path):
 
 
 def test_every_place_is_a_heading():
-    text = "".join(path.read_text() for path in (ROOT / "doctor").glob("attach/judges.py"))
+    text = "".join(path.read_text() for path in (ROOT / "doctor").glob("attach/*.py"))
     text += (ROOT / "doctor/recorder/compare.py").read_text()
     places = set(re.findall(r'"(\w+\.md)#([\w-]+)"', text))
     assert len(places) > 8

@@ -227,8 +227,8 @@ def test_a_script_that_starts_its_processes_in_another_file(module, tmp_path):
 def test_the_line_that_asks_for_a_gpu_is_named(tmp_path):
     (tmp_path / "train.py").write_text("import torch\n\nassert torch.cuda.is_available()\n")
     words = [PYTHON, ROOT / "doctor", "--quick", "train.py"]
-    output = run(words, tmp_path, env=USER, code=3)
-    assert "\n train.py:3  here it asks for a GPU, and is told that there is none\n" in output
+    output = run(words, tmp_path, env=USER, code=2)
+    assert "\n train.py:3  here it asks for a GPU, and is told that there is one: the CPU" in output
 
 
 @pytest.mark.full

@@ -23,8 +23,18 @@ def load_hook():
     importlib.import_module(name + ".hook").install()
 
 
+def look_if_it_is_a_rank():
+    """Before the hook, which the process that takes its place gets itself."""
+    path = os.path.join(os.path.dirname(os.path.dirname(HERE)), "below.py")
+    spec = importlib.util.spec_from_file_location("doctor_below", path)
+    below = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(below)
+    below.examine_if_it_is_a_rank()
+
+
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != HERE]
 try:
+    look_if_it_is_a_rank()
     load_hook()
 except BaseException as error:  # Python would go on, and nothing would be kept
     print(f"the doctor cannot keep files: {type(error).__name__}: {error}", file=sys.stderr)
