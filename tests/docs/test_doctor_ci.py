@@ -206,3 +206,11 @@ def test_a_format_alone_on_the_output(tmp_path):
     assert done.returncode == 2, done.stderr
     check_sarif(done.stdout, 2, [])
     assert "hello" in done.stderr and "joins no process group" in done.stderr
+
+
+def test_the_workflow_of_the_pages_fits_the_action():
+    for page in ("docs/doctor.md", "docs/doctor.zh-CN.md"):
+        (shown,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+        steps = yaml.safe_load(shown)
+        (uses,) = (step for step in steps if "OWNER/" in step.get("uses", ""))
+        assert len(shown.splitlines()) == 5 and uses["with"].keys() <= ACTION["inputs"].keys()
