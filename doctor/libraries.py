@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 
-from .events import RECORD, note
+from .events import note
 
 
 def install():
@@ -66,7 +66,7 @@ def on_cpus(arguments):
     if arguments["accelerator"] == "cpu":
         return
     if arguments["accelerator"] not in ("auto", None):
-        note("asks", told=RECORD.gpus)
+        note("names a gpu")
     env, devices = os.environ, arguments["devices"]
     here = int(env.get("LOCAL_WORLD_SIZE", 0))  # of a launcher
     if not here:

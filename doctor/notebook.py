@@ -88,7 +88,7 @@ def left_out(path):
 def run(path):
     """In this process, as __main__."""
     main = types.ModuleType("__main__")
-    main.__dict__ |= {"__file__": path, "display": print}
+    main.__dict__.update({"__file__": path, "display": print})
     sys.modules["__main__"] = main
     for number, source in enumerate(python_cells(path)[0], 1):
         name = f"{path} cell {number}"

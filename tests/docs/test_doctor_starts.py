@@ -117,7 +117,7 @@ torch.save({}, "last.pth")
 def test_accelerate_launch(tmp_path):
     """It asks for fp16, which a CPU has not."""
     (tmp_path / "train.py").write_text(ACCELERATED)
-    launch = "accelerate launch --cpu --num_processes 2 --num_machines 1 --dynamo_backend no "
+    launch = "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --dynamo_backend no"
     output = examined(tmp_path, "--by", f"{launch} --mixed_precision fp16 train.py")
     line = line_of(ACCELERATED, "torch.save")
     assert f" train.py:{line}  2 processes write last.pth  → docs/bugs.md#every-pro" in output

@@ -65,9 +65,9 @@ def docstrings(tree):
     return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
 
 
-# An error for those who write a judge, a command's help and errors of its words, torch's own error,
-# a kind of event, and a command.
-NOT_SAID = r"^(not in ABOUT or GENERAL|finished reduction in the prior|names a gpu$|sudo sysctl)"
+# An error for those who write a judge, a command's help and errors of its words, torch's own
+# errors, a kind of event, and a command.
+NOT_SAID = r"^(not in ABOUT or GENERAL|finished reduction|names a gpu$|sudo sysctl|closed by peer)"
 NOT_SAID += r"|^one of the job|^from the first look|^write what|^look at all nodes|^do not stop"
 NOT_SAID += (
     r"|^Look at a job|^give one process, or|^--slurm finds|^ is no notebook|^(closed|reset) by peer"
