@@ -138,6 +138,8 @@ def on_cpu(torch):
                 return args[0]
             if called is torch.Tensor.to:
                 args = (args[0], *map(cpu, args[1:]))
+            if kwargs.get("pin_memory"):
+                kwargs = kwargs | {"pin_memory": False}
             if kwargs.get("device") is not None:
                 kwargs = kwargs | {"device": cpu(kwargs["device"])}
             return called(*args, **kwargs)

@@ -44,10 +44,13 @@ def python_of(source):
         lines[lines.index(first)] = "pass"
     for line in lines:
         # A string of several lines may have such a line; a comparison is none.
-        other = goes_on or (SHELL.match(line) and not is_python(line))
-        goes_on = bool(other) and line.rstrip().endswith("\\")
-        left += bool(other)
-        kept.append(re.match(r"\s*", line)[0] + "pass" if other else line)
+        begins = not goes_on and SHELL.match(line) and not is_python(line)
+        other = goes_on or bool(begins)
+        goes_on = other and line.rstrip().endswith("\\")
+        left += other
+        # What goes on may be indented as no Python is: an empty line is right anywhere.
+        instead = re.match(r"\s*", line)[0] + "pass" if begins else ""
+        kept.append(instead if other else line)
     return "\n".join(kept), left
 
 

@@ -311,7 +311,7 @@ def test_what_fails_in_a_notebook_has_its_cell(tmp_path):
     (tmp_path / "train.ipynb").write_text(notebook(cells))
     runs, _, output = looked_at(tmp_path / "train.ipynb")
     assert {process.end["line"] for process in runs[0]} == {"train.ipynb cell 2:3"}
-    assert 'train.ipynb cell 2", line 3, in <module>\n    1 / (x - 1)' in output, output
+    assert 'train.ipynb cell 2", line 3, in <module>' in output, output
 
 
 # ---- Scripts that want a GPU
@@ -374,7 +374,7 @@ with torch.cuda.device(rank):
 def test_what_only_a_gpu_has_is_done_on_the_cpu(tmp_path):
     (tmp_path / "script.py").write_text(ON_A_GPU)
     runs, _, output = looked_at(tmp_path / "script.py")
-    line = line_of(ON_A_GPU, "torch.cuda.device(rank)")
+    line = line_of(ON_A_GPU, ".cuda(rank)")
     for process in runs[0]:
         assert process.end["error"] == "", output
         assert [event["line"] for event in process.of("names a gpu")] == [f"script.py:{line}"]
