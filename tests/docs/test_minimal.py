@@ -25,6 +25,7 @@ TASKS = {
     "tensor_parallel",
     "pipeline",
     "stream",
+    "pretrained",
     "segmentation",
     "gan",
 }  # with tests of their own
