@@ -23,8 +23,8 @@ from conftest import HEAR_SIGNALS, ROOT, full
 
 PLAYER = f"""
 import subprocess, sys
-sys.path.insert(0, {str(ROOT / "doctor")!r})
-import files
+sys.path.insert(0, {str(ROOT)!r})
+from doctor import files
 if sys.argv[1] == "--restore":
     print(*files.restore_dead(), sep="\\n")
     sys.exit()
@@ -34,7 +34,7 @@ def work(run):
     codes = [subprocess.Popen(command, env=run.env()) for command in commands]
     return max(one.wait() for one in codes)
 commands = [[sys.executable, *sys.argv[1 + keep:]]] * {{processes}}
-sys.exit(files.guarded(work, keep=keep, say=lambda line: print(line, flush=True)))
+sys.exit(files.guarded(work, keep=keep, show=lambda line: print(line, flush=True)))
 """
 OLD = "old " * 50
 
@@ -532,8 +532,9 @@ USER = 12345  # tests may run as root, who may write everywhere
 # Its processes fork: another user may not be able to start root's Python.
 AS_USER = f"""
 import ctypes, json, os, runpy, shutil, subprocess, sys, textwrap, time, traceback, urllib.parse
-sys.path.insert(0, {str(ROOT / "doctor")!r})
-import files, files.hook, files.tell
+sys.path.insert(0, {str(ROOT)!r})
+from doctor import files
+import doctor.files.hook, doctor.files.tell
 os.setgroups([]); os.setgid({USER}); os.setuid({USER})
 def work(run):
     if os.fork() == 0:
