@@ -20,7 +20,7 @@ from .events import RECORD, is_users, note
 DO_NOTHING = """set_device empty_cache synchronize current_device memory_allocated memory_reserved
 max_memory_allocated max_memory_reserved reset_peak_memory_stats reset_max_memory_allocated
 reset_accumulated_memory_stats ipc_collect set_rng_state set_rng_state_all utilization
-set_per_process_memory_fraction""".split()
+set_per_process_memory_fraction init initial_seed set_stream can_device_access_peer""".split()
 CONTEXTS = "device device_of stream Stream Event ExternalStream".split()
 BYTES = 80 << 30  # of memory, of a GPU that is not there
 NAME = "no GPU: the CPU takes its place"
@@ -60,6 +60,9 @@ def use_cpus_for_gpus(torch):
     stand_in(torch)
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerate would train alone
     torch.accelerator.set_device_index = torch.cuda.set_device
+    torch.accelerator.synchronize = answering(None)
+    torch.accelerator.current_device_index = answering(0)
+    torch.accelerator.current_stream = answering(Nothing())
     torch.cuda.is_available = noted(torch.cuda.is_available)
     torch.accelerator.is_available = noted(torch.accelerator.is_available)
     torch.cuda.device_count = torch.accelerator.device_count = device_count
@@ -70,6 +73,7 @@ def use_cpus_for_gpus(torch):
     always(wrapper, "__init__", device_ids=None, output_device=None)
     always(torch, "load", map_location="cpu")
     always(torch.nn.Module, "cuda", device=None)
+    always(torch, "set_default_device", device="cpu")
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = keep_batchnorm
     libraries.install()
 
@@ -97,6 +101,27 @@ def stand_in(torch):
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answering(answer))
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        setattr(torch.cuda.memory, name, answering(None))
+    for name in dir(torch.cuda):
+        if name.endswith("Tensor"):
+            setattr(torch.cuda, name, getattr(torch, name))
+    torch.Generator = generator_on_cpu(torch.Generator)
+    torch.Tensor.record_stream = lambda self, stream: None
+
+
+def generator_on_cpu(real):
+    """The class of generators; one for a GPU is one for the CPU."""
+
+    class Kind(type(real)):
+        def __instancecheck__(cls, one):
+            return isinstance(one, real)
+
+    class Generator(real, metaclass=Kind):
+        def __new__(cls, device="cpu"):
+            return real()
+
+    return Generator
 
 
 def answering(answer):
@@ -133,6 +158,8 @@ def on_cpu(torch):
             kwargs = kwargs or {}
             if called is torch.Tensor.pin_memory:
                 return args[0]
+            if called is torch.Tensor.type and args[1:] and type(args[1]) is str:
+                args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
             if called is torch.Tensor.cuda:
                 note_the_first()
                 return args[0]

@@ -366,7 +366,16 @@ with torch.cuda.device(rank):
         x = torch.randn(8, 4, pin_memory=True).cuda(non_blocking=True)
     with torch.autocast("cuda", dtype=torch.float16):
         model(x).square().mean().backward()
+    x.record_stream(torch.cuda.current_stream())
+    x.type(torch.cuda.HalfTensor), x.type("torch.cuda.FloatTensor")
     torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+    generator = torch.Generator(device=f"cuda:{rank}").manual_seed(1)
+    assert isinstance(generator, torch.Generator) and type(torch.Generator()) is type(generator)
+    torch.multinomial(torch.ones(4, 8, device="cuda"), 1, generator=generator)
+    torch.set_default_device("cuda")
+    torch.compile(torch.nn.Linear(4, 1), backend="eager")(x)
+    torch.cuda.memory._record_memory_history()
+    assert torch.accelerator.current_device_index() == torch.cuda.initial_seed() == 0
     assert start.elapsed_time(stream.record_event()) == 0
 """
 
