@@ -14,12 +14,12 @@ NAMES = {
     "the constructor of DeviceMesh": "DeviceMesh 的构造函数",
     "the debugger": "调试器",
     "a loader": "DataLoader",
-    "the end of a loader": "DataLoader 的收尾",
+    "the end of a loader": "关闭 DataLoader 的 worker",
     "reading data": "读数据",
-    "a command that it has started": "它启动的命令",
-    "the network": "网络",
-    "a result of the GPU": "GPU 的结果",
-    "py-spy took longer than 60 s": "py-spy 用了 60 秒以上",
+    "a command that it has started": "等待外部命令",
+    "the network": "网络通信",
+    "a result of the GPU": "读取 GPU 结果",
+    "py-spy took longer than 60 s": "py-spy 超过 60 秒没有返回",
     "py-spy said nothing": "py-spy 什么都没有输出",
 }
 # (pattern, what stands there in Chinese): of conditions and calls that are made up of parts.

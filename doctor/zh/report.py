@@ -4,15 +4,15 @@ SENTENCES = {
     # ---- report.py
     "{line}  rank {rank} failed: {error}": "{line}  rank {rank} 出错：{error}",
     "{line}  rank {rank} {how}": "{line}  rank {rank} {how}",
-    "ended without an exception, after this line": "在这一行之后结束，没有异常",
+    "ended without an exception, after this line": "在这一行之后结束，没有抛出异常",
     "was ended by {name} after this line": "在这一行之后被 {name} 结束",
-    "{text}: by the kernel, if memory was short": "{text}：如果内存不足，就是内核干的",
+    "{text}: by the kernel, if memory was short": "{text}：可能是内存不足，由内核杀掉的",
     "{text}: gloo does so where sizes differ between the processes": (
-        "{text}：各进程的大小不一致时，gloo 会这样"
+        "{text}：各进程的张量大小不一致时，gloo 会这样结束进程"
     ),
-    "{text}: a fault in compiled code": "{text}：编译好的代码里出了错",
+    "{text}: a fault in compiled code": "{text}：编译过的代码（C/C++）里出了错",
     "no process of the script began to run: there is nothing to compare": (
-        "脚本没有一个进程开始运行：没有可比较的内容"
+        "脚本的进程一个也没有运行起来：没有可比较的内容"
     ),
     "the script joins no process group of torch: there is nothing to compare": (
         "脚本没有加入 torch 的进程组：没有可比较的内容"
@@ -24,14 +24,14 @@ SENTENCES = {
         "{line}  脚本在这里问有没有 GPU，得到的回答是有：由 CPU 代替"
     ),
     "{line}  here it names a GPU: the CPU takes its place": (
-        "{line}  脚本在这里写明了 GPU：由 CPU 代替"
+        "{line}  脚本在这里指定了 GPU：由 CPU 代替"
     ),
     "{line}  this loader gives no batch: has it fewer items than a batch?": (
         "{line}  这个 DataLoader 一个 batch 都没有：数据不够一个 batch 吗？"
     ),
     "no step of an optimizer was seen": "没有看到优化器的 step",
     "no step of an optimizer was seen: does the checkpoint of {line} leave nothing to train?": (
-        "没有看到优化器的 step：是不是 {line} 的检查点已经训练完了？"
+        "没有看到优化器的 step：是不是 {line} 加载的检查点已经训练完了？"
     ),
     "the weights were not compared: each process has a part of them": (
         "没有比较权重：每个进程只有其中一部分"
@@ -55,17 +55,17 @@ SENTENCES = {
         "{steps} 个 step，{passes} 遍 DataLoader，{calls} 次集合通信"
     ),
     "looked at {count} processes, each: {seen}; {seconds:.0f} s": (
-        "检查了 {count} 个进程，每个：{seen}；{seconds:.0f} 秒"
+        "检查了 {count} 个进程，每个进程：{seen}；用了 {seconds:.0f} 秒"
     ),
     "looked at {count} processes, rank 0: {seen}; {seconds:.0f} s": (
-        "检查了 {count} 个进程，rank 0：{seen}；{seconds:.0f} 秒"
+        "检查了 {count} 个进程，其中 rank 0：{seen}；用了 {seconds:.0f} 秒"
     ),
     "one epoch was seen: give two, and the orders of their items are compared": (
         "只看到一个 epoch：给两个，就能比较它们的数据次序"
     ),
     # ---- launch.py, plan.py, notebook.py, options.py
     "it had stood still for {seconds} s: see --patience": (
-        "它已经 {seconds} 秒没有动静：参见 --patience"
+        "它已经 {seconds} 秒没有动静（参见 --patience）"
     ),
     "left out {count} lines of magics and shell, in cells {cells}": (
         "跳过了 {count} 行魔法命令和 shell 命令，在第 {cells} 个代码单元里"
@@ -82,47 +82,47 @@ SENTENCES = {
         "再启动一次：没有调用 torch.load()，从头开始了"
     ),
     "compared with one process: {here} steps here, {there} there": (
-        "和单进程比较：这里 {here} 个 step，那里 {there} 个"
+        "和单进程比较：这里每个进程 {here} 个 step，单进程时 {there} 个"
     ),
     "not compared with one process: the script starts its own": (
         "没有和单进程比较：脚本自己启动进程"
     ),
-    "{steps} steps in each": "每个 {steps} 个 step",
+    "{steps} steps in each": "每个进程 {steps} 个 step",
     "{count} machines of a process each: {said}": "{count} 个节点，每个一个进程：{said}",
     "played {count} machines: the local ranks began at 0 on each": (
-        "模拟了 {count} 个节点：每个节点上的 local rank 从 0 开始"
+        "模拟了 {count} 个节点：每个节点上的 local rank 都从 0 开始"
     ),
     # ---- files/
     "{text}: {names}": "{text}：{names}",
-    "{names} and {count} more": "{names} 等，另有 {count} 个",
-    "put back as before this run": "恢复成运行之前的样子",
-    "put back as before that run": "恢复成那次运行之前的样子",
-    "removed, for it was new (--keep leaves it)": "新产生的，已经删掉（--keep 保留）",
-    "left, for --keep was given": "因为有 --keep，保留下来",
+    "{names} and {count} more": "{names}，另有 {count} 个",
+    "put back as before this run": "已经恢复成这次运行之前的样子",
+    "put back as before that run": "已经恢复成那次运行之前的样子",
+    "removed, for it was new (--keep leaves it)": "新产生的，已经删掉（加 --keep 可以保留）",
+    "left, for --keep was given": "加了 --keep，所以保留",
     "left in caches, so that nothing is downloaded again": "留在缓存里，免得重新下载",
-    "left: {file}: {why}": "没有动：{file}：{why}",
+    "left: {file}: {why}": "留下没动：{file}（{why}）",
     "{text}; the older one: {file}": "{text}；原来的在：{file}",
     "changed or new, by something that the doctor cannot see": "被医生看不到的程序改过或者新建",
     "of programs, only the files that their commands name are kept": (
-        "对于这些程序，只保护命令里写明的文件"
+        "对于这些程序，只能恢复命令里写明的文件"
     ),
     "the doctor failed, and may have missed a file: {note}": (
         "医生自己出了错，可能漏掉了文件：{note}"
     ),
-    "the doctor did not see the run write it": "没有看到这次运行写它",
+    "the doctor did not see the run write it": "医生没有看到这次运行写过它",
     "could not be removed: {error}": "删不掉：{error}",
     "could not be put back: {error}": "恢复不了：{error}",
     "somebody else wrote it during the run; before the run it was another": (
-        "运行期间被别的程序写过；运行之前是另一个文件"
+        "运行期间被别的程序写过；运行之前的是另一个文件"
     ),
     "somebody else wrote it since": "之后被别的程序写过",
-    "something wrote into it that cannot be seen": "被看不到的程序写过",
+    "something wrote into it that cannot be seen": "被医生看不到的程序写过",
     "it is a folder now, and not empty": "现在是文件夹，而且不是空的",
     "could not be ended: processes {pids}": "没法结束的进程：{pids}",
     "not all was put back: {error}; what is kept: {folder}": (
-        "没有全部恢复：{error}；保存下来的在：{folder}"
+        "没有全部恢复：{error}；备份在：{folder}"
     ),
-    "the doctor was killed by signal {number}": "医生被信号 {number} 结束",
+    "the doctor was killed by signal {number}": "医生被信号 {number} 强行结束",
     "an earlier run of the doctor was killed": "医生之前的一次运行被强行结束",
     "another doctor is at work here: it puts back what both have touched": (
         "另一个医生正在这里工作：两者都碰过的文件由它恢复"
