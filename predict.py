@@ -2,9 +2,9 @@
 
 $ python predict.py --arch resnet50 --images 128 --step-ms 110 --between-gbit 10 --nodes 1 2 4 16
 
-Or measure your nodes first, in half a minute: below torchrun, with `--measure OUT.json`; then
-`python predict.py OUT.json --nodes 1 2 4 16`. Flags replace what the file holds. The file needs
-only Python; measuring needs torch, a picture matplotlib.
+`--nodes 2x8 16x1` compares two ways to have 16 GPUs. Or measure your nodes first, in half a minute:
+below torchrun, with `--measure OUT.json`; then `python predict.py OUT.json --nodes 1 2 4 16`. Flags
+replace what the file holds. The script needs only Python; measuring torch, a picture matplotlib.
 
 Times are in seconds, sizes in bytes, rates in bytes per second, unless a name says otherwise.
 """
@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -39,7 +40,6 @@ WEIGHTS = {
 # What is taken where neither a flag nor a file says it; the output names what was.
 ASSUMED = {
     "gpus_per_node": 8,
-    "images": 1,
     "between_us": 30.0,
     "within_gbit": 100.0,
     "within_us": 10.0,
@@ -52,7 +52,7 @@ ASSUMED = {
     "accumulate": 1,
     "slow_node": 1.0,
 }
-QUIET = {"strategy", "precision", "bucket_mb", "accumulate", "slow_node", "images", "backend"}
+QUIET = {"strategy", "precision", "bucket_mb", "accumulate", "slow_node", "backend"}
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MEBI = 2**20
 FIRST_BUCKET = MEBI  # DDP's own, so that sending begins early
@@ -151,15 +151,19 @@ def all_reduce(s, size, nodes, gpus):
     A tree goes up and down log2 of the nodes, and a chain in each, and sends every byte twice:
     2 log2(N) a_between + 2 (G - 1) a_within + 2 n / B (Sanders, Speck and Traeff, "Two-tree
     algorithms for full bandwidth broadcast, reduction and scan", 2009; in NCCL since 2.4:
-    https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/).
+    https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/). Between two
+    nodes one of the trees goes each way with its half, up and down: every byte is sent once
+    (https://github.com/NVIDIA/nccl-tests/issues/196).
     """
     if nodes * gpus == 1:
         return 0.0
     seconds = 2 * ring(s, size, nodes, gpus)
     if s.backend == "nccl" and nodes > 1:
-        slowest = min(s.between_rate, s.within_rate if gpus > 1 else math.inf)
+        sending = (1 if nodes == 2 else 2) * size / s.between_rate
+        if gpus > 1:
+            sending = max(sending, 2 * size / s.within_rate)
         latency = math.log2(nodes) * s.between_latency + (gpus - 1) * s.within_latency
-        seconds = min(seconds, 2 * latency + 2 * size / slowest)
+        seconds = min(seconds, 2 * latency + sending)
     return seconds
 
 
@@ -336,12 +340,14 @@ def remedies(s):
         "twice the images per GPU": replace(
             s, images=2 * s.images, forward=2 * s.forward, backward=2 * s.backward
         ),
-        "4 passes a step": replace(s, accumulate=4 * s.accumulate),
+        "4 passes a step (accumulation)": replace(s, accumulate=4 * s.accumulate),
     }
     if s.gradient_bytes == 4 and s.world > 1:
         found["gradients in bf16"] = replace(s, gradient_bytes=2)
     if s.nodes > 1:
         found["a network twice as fast"] = replace(s, between_rate=2 * s.between_rate)
+    if s.gpus > 1:
+        found["a network in each node twice as fast"] = replace(s, within_rate=2 * s.within_rate)
     if s.strategy == "fsdp" and s.nodes > 1:
         found["HSDP"] = replace(s, strategy="hsdp")
     if s.strategy == "ddp" and s.bucket_size < 100 * MEBI:
@@ -353,11 +359,24 @@ def remedies(s):
     return found
 
 
-def best_remedy(s):
-    """(what would help most, by which share); None if nothing gives 2 %."""
-    gains = {name: speed(changed) / speed(s) - 1 for name, changed in remedies(s).items()}
-    best = max(gains, key=gains.get)
-    return (best, gains[best]) if gains[best] >= 0.02 else None
+def gains(s):
+    """[(what would help, by which share)], most first; only what gives 2 % or more."""
+    found = [(name, speed(changed) / speed(s) - 1) for name, changed in remedies(s).items()]
+    return sorted((one for one in found if one[1] >= 0.02), key=lambda one: -one[1])
+
+
+def network_for(s, share):
+    """The bytes per second between nodes with which it has this share of linear, or None."""
+    if linear(replace(s, between_rate=math.inf)) < share:
+        return None
+    low, high = 0.0, 1.0
+    while linear(replace(s, between_rate=high)) < share:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        enough = linear(replace(s, between_rate=middle)) >= share
+        low, high = (low, middle) if enough else (middle, high)
+    return high
 
 
 # ---- The command
@@ -369,8 +388,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(lowest, kind=float):
+    """A number as people write it: 25e6, 25M, 25,000,000."""
+
     def convert(text):
-        value = kind(text)
+        plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+        times = {"K": 10**3, "M": 10**6, "B": 10**9}.get(plain[-1:].upper(), 1)
+        value = kind(plain if times == 1 else plain[:-1]) * times
         if not lowest <= value < math.inf:
             raise argparse.ArgumentTypeError(f"must be {lowest:g} or more, not {text}")
         return value
@@ -379,19 +402,28 @@ def number(lowest, kind=float):
     return convert
 
 
+def layout_of(text):
+    """(nodes, GPUs of each) of "2x8"; (2, None) of "2"."""
+    nodes, times, gpus = text.partition("x")
+    if not (nodes.strip("0").isdigit() and (gpus.strip("0").isdigit() or not times)):
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of nodes nor like 2x8")
+    return int(nodes), (int(gpus) if times else None)
+
+
 def parse_args(words=None):
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     add, some, count = parser.add_argument, number(1e-9), number(1, int)
     add("file", nargs="?", metavar="OUT.json", help="what --measure wrote")
-    add("--nodes", type=count, nargs="+", metavar="N", help="one row of the table for each")
-    add("--gpus-per-node", type=count, metavar="G", help="default: 8")
+    row = dict(type=layout_of, nargs="+", metavar="N")
+    add("--nodes", "--nnodes", **row, help="a row for each, also 2x8 16x1; default: 1 2 4 8")
+    add("--gpus-per-node", "--nproc-per-node", type=count, metavar="G", help="default: 8")
     add("--arch", metavar="NAME", help="a model of torchvision, for its number of weights")
-    add("--weights", type=some, metavar="N", help="how many, in place of --arch")
-    add("--gradient-mb", type=some, help="their gradients in MB, in place of both")
-    add("--images", type=some, help="that one GPU takes at once")
+    add("--weights", type=number(1000), metavar="N", help="how many, as 25M, in place of --arch")
+    add("--gradient-mb", type=some, help="the gradients as sent, in MB, in place of both")
+    add("--images", type=some, help="that one GPU takes at once, in one pass")
     add("--step-ms", type=some, help="of one GPU alone: forward, backward, optimizer")
     add("--forward-ms", type=some, help="of these; default: a third")
-    add("--between-gbit", type=some, help="Gbit/s from one node to another")
+    add("--between-gbit", type=some, help="Gbit/s of a node's network, for all its GPUs together")
     add("--between-us", type=number(0), help="latency, microseconds; default: 30")
     add("--within-gbit", type=some, help="Gbit/s between two GPUs of a node; default: 100")
     add("--within-us", type=number(0), help="latency, microseconds; default: 10")
@@ -442,28 +474,33 @@ def show(*lines):
 def report(args):
     """The lines of the output: the table, what it says, and what it does not know."""
     values, assumed = gather_values(args)
-    settings = [setting(values, nodes) for nodes in values["nodes"]]
+    settings = [setting(values, *layout) for layout in values["nodes"]]
     one = replace(settings[0], nodes=1, gpus=1, loader=math.inf, slow_node=1.0, uneven=0.0)
     one = replace(one, failures=0.0)
     rows = [("1 GPU", one), *((layout(s), s) for s in settings if s.world > 1)]
-    heads = ["", "images/s", "of linear", "limited by", "would help most"]
+    heads = ["", "images/s", "of linear", "ms/step", "limited by", "would help most"]
     if args.epoch_images:
-        heads.insert(3, "s/epoch")
+        heads.insert(4, "s/epoch")
     table = [heads]
     for name, s in rows:
-        remedy = best_remedy(s) if s.world > 1 else None
-        cells = [name, digits(speed(s)), f"{linear(s):.0%}", limited_by(s)]
-        cells += [f"{remedy[0]} (+{remedy[1]:.0%})" if remedy else "-"]
+        remedies = gains(s) if s.world > 1 else []
+        cells = [name, digits(speed(s)), f"{linear(s):.0%}", digits(1000 * step_seconds(s))]
+        cells += [limited_by(s), f"{remedies[0][0]} (+{remedies[0][1]:.0%})" if remedies else "-"]
         if args.epoch_images:
-            cells.insert(3, digits(args.epoch_images / speed(s)))
+            cells.insert(4, digits(args.epoch_images / speed(s)))
         table.append(cells)
     lines = list(aligned(table))
     if args.plot:
         lines += ["", *plot(rows, args.plot)]
     lines += ["", *explain(rows[-1][1])]
+    for name, s in rows:
+        if s.nodes > 1 and linear(s) < 0.9 and (rate := network_for(s, 0.9)):
+            given = f"you have {digits(8 * s.between_rate / 1e9)}"
+            lines.append(f"{name}: for 90% of linear {digits(8 * rate / 1e9)} Gbit/s; {given}.")
     if assumed:
         lines.append("Assumed, for nothing said it: " + ", ".join(assumed) + ".")
-    lines.append(known_error([s for _, s in rows if s.world > 1]))
+    if several := [s for _, s in rows if s.world > 1]:
+        lines.append(known_error(several))
     lines.append(f"Not modelled: {NOT_MODELLED}.")
     return lines
 
@@ -489,31 +526,36 @@ def aligned(table):
 
 
 def explain(s):
-    """What the remedies would give for the largest size."""
-    gains = {name: speed(changed) / speed(s) - 1 for name, changed in remedies(s).items()}
-    ordered = sorted(gains.items(), key=lambda item: -item[1])
-    if s.world > 1:
-        yield f"{layout(s)}: " + ", ".join(f"{name} {gain:+.0%}" for name, gain in ordered) + "."
-        yield "(Larger batches and more passes a step change the training: mind the learning rate.)"
+    """What the remedies would give for the last row."""
+    yield "Linear: as many GPUs of which none waits."
+    if s.world > 1 and gains(s):
+        found = ", ".join(f"{name} {gain:+.0%}" for name, gain in gains(s))
+        batch = f"{s.world * s.images * s.accumulate:,.0f}"
+        yield f"{layout(s)}: {found}."
+        yield f"(More images a step change the training: now {batch}. Mind the learning rate.)"
 
 
 def gather_values(args):
     """({name: value} of flags, file and ASSUMED; what was assumed, as texts)."""
     given = {key: value for key, value in vars(args).items() if value is not None}
     values = (read(args.file) if args.file else {}) | given
+    values.setdefault("nodes", [(nodes, None) for nodes in (1, 2, 4, 8)])
     assumed = []
     for name, value in ASSUMED.items():
         if name not in values:
             values[name] = value
             needed = name not in QUIET and (name != "units" or values["strategy"] != "ddp")
+            if name == "gpus_per_node":
+                needed = any(gpus is None for _, gpus in values["nodes"])
             if name in ("within_gbit", "within_us"):
-                needed = values["gpus_per_node"] > 1
+                needed = any((gpus or values["gpus_per_node"]) > 1 for _, gpus in values["nodes"])
             if name == "between_us":
-                needed = max(values.get("nodes", [1])) > 1
+                needed = any(nodes > 1 for nodes, _ in values["nodes"])
             if needed:
                 assumed.append(f"--{name.replace('_', '-')} {value:g}")
-    values.setdefault("nodes", [1, 2, 4, 8])
-    values["nodes"] = sorted(set(values["nodes"]))
+    asked = [(nodes, gpus or values["gpus_per_node"]) for nodes, gpus in values["nodes"]]
+    values["nodes"] = sorted(set(asked), key=lambda layout: (math.prod(layout), layout))
+    most = max(nodes for nodes, _ in asked)
     if args.step_ms:  # not the file's
         values.pop("forward_s", None)
     if "step_ms" not in values and "forward_s" not in values:
@@ -529,17 +571,21 @@ def gather_values(args):
         values["weights"] = count_weights(args.arch)
     elif "weights" not in values:
         raise ValueError("how large is the model? give --arch, --weights or --gradient-mb")
-    if not args.file and max(values["nodes"]) > 1 and "between_gbit" not in values:
+    if "images" not in values:
+        raise ValueError("how many images does one GPU take in a step? give --images")
+    if "lost_minutes" in given and "fails_days" not in given:
+        raise ValueError("--lost-minutes needs --fails-days")
+    if not args.file and most > 1 and "between_gbit" not in values:
         raise ValueError("how fast is the network? give --between-gbit, or --nodes 1")
     if "between_gbit" not in values:
-        if max(values["nodes"]) > 1:
+        if most > 1:
             raise ValueError(f"{args.file} was measured on one node: give --between-gbit as well")
         values["between_gbit"] = math.inf
     return values, assumed
 
 
-def setting(values, nodes):
-    """The Setting of these values on so many nodes."""
+def setting(values, nodes, gpus):
+    """The Setting of these values on so many nodes of so many GPUs."""
     if "forward_s" in values:
         forward, backward, rest = (values[f"{part}_s"] for part in ("forward", "backward", "rest"))
     else:
@@ -553,7 +599,7 @@ def setting(values, nodes):
     days = values.get("fails_days", math.inf)
     return Setting(
         nodes=nodes,
-        gpus=values["gpus_per_node"],
+        gpus=gpus,
         images=values["images"],
         forward=forward,
         backward=backward,
@@ -597,6 +643,10 @@ def read(path):
             raise ValueError
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is no file of --measure") from None
+    except FileNotFoundError:
+        if not path.isdigit():
+            raise
+        raise ValueError(f"{path}: several layouts are written as --nodes 2x8 16x1") from None
     return values
 
 
@@ -628,11 +678,17 @@ def known_error(settings):
     if not alike:
         names = ", ".join(sorted(f"{a.upper()} limited by {b}" for a, b in kinds))
         return f"{unknown}of the {len(rows)} settings of the table none is {names}."
-    errors, worlds = [abs(row["error"]) for row in alike], [row["world"] for row in alike]
+    asked = max(s.world for s in settings)
+    nearest = min((row["world"] for row in alike), key=lambda world: abs(world - asked))
+    most = max(row["world"] for row in alike)
+    errors = [row["error"] for row in alike if (row["world"] == most) == (nearest == most)]
+    worlds = {row["world"] for row in alike if (row["world"] == most) == (nearest == most)}
     return (
-        f"On {len(alike)} measured settings of these kinds the error was "
-        f"{statistics.median(errors):.1%} (median), {max(errors):.1%} at most: gloo, {min(worlds)} "
-        f"to {max(worlds)} processes on one machine's CPUs; not on GPUs."
+        f"On {len(errors)} measured settings of these kinds the error of images/s was "
+        f"{statistics.median(map(abs, errors)):.1%} (median), from {min(errors):+.1%} to "
+        f"{max(errors):+.1%} (+: too fast): gloo, {' and '.join(map(str, sorted(worlds)))} "
+        f"processes on one machine's CPUs; not on GPUs."
+        + (f" Nothing above {most} was measured." if asked > most else "")
     )
 
 

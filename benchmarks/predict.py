@@ -205,12 +205,12 @@ def predicted(job, measured):
     """The Setting of a job, of what was measured on another cluster."""
     values = dict(predict.ASSUMED) | measured[job.between, job.latency, job.loss]
     values |= measured[job.model] | {"images": IMAGES, "backend": "gloo", "units": UNITS}
-    values |= {"gpus_per_node": job.gpus, "bucket_mb": job.bucket_mb, "slow_node": job.slow_node}
+    values |= {"bucket_mb": job.bucket_mb, "slow_node": job.slow_node}
     values |= {"strategy": job.strategy, "accumulate": job.accumulate, "gather": "fp32"}
     values |= {"precision": job.precision}
     if job.loader:
         values["loader"] = job.gpus * job.loader
-    return predict.setting(values, job.nodes)
+    return predict.setting(values, job.nodes, job.gpus)
 
 
 def row_of(job, setting, seconds):

@@ -165,7 +165,7 @@ def rows():
 def known(values, nodes, gpus):
     """The Setting of these values; what they lack is as predict.py takes it."""
     known = dict(predict.ASSUMED) | {"step_ms": 1000.0, "between_gbit": 1e9} | values
-    return predict.setting(known | {"gpus_per_node": gpus}, nodes)
+    return predict.setting(known, nodes, gpus)
 
 
 def calibrated(setting, speed):

@@ -73,8 +73,10 @@ def is_chinese():
 
 
 def on_screen(said):
-    """What is printed."""
-    return chinese(said) if is_chinese() else str(said)
+    """What is printed. Between two Chinese characters, of a template and a value, is no space."""
+    if not is_chinese():
+        return str(said)
+    return re.sub(r"(?<=[\u4e00-\u9fff\uff09]) (?=[\u4e00-\u9fff\uff08])", "", chinese(said))
 
 
 def page(place):

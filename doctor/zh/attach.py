@@ -104,7 +104,7 @@ SENTENCES = {
     # ---- waits.py
     "all ranks must call each new_group(), in one order, also those that are not in the group: is "
     "one before this made by some alone? {where}": (
-        "每个 new_group() 都要所有 rank 按同样的次序调用，不在组里的也一样：之前是不是有一个只有"
+        "每个 new_group() 都要所有 rank 按同样的顺序调用，不在组里的也一样：之前是不是有一个只有"
         "部分 rank 调用了？{where}"
     ),
     "{ranks} alone calls {call}: it stands under `{condition}`, which the others do not enter; "

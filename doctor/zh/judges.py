@@ -24,7 +24,7 @@ SENTENCES = {
     ),
     "the processes' samplers have rank {ranks}": "各进程的 sampler 的 rank 分别是 {ranks}",
     "the order is that of the epoch before: call set_epoch(epoch) of its sampler": (
-        "次序和上一个 epoch 一样：要调用 sampler 的 set_epoch(epoch)"
+        "顺序和上一个 epoch 一样：要调用 sampler 的 set_epoch(epoch)"
     ),
     "{twice} items are read by several processes": "有 {twice} 条数据被不止一个进程读到",
     "{text}: their samplers' {cause} is {values}": "{text}：各进程的 sampler 的 {cause} 分别是 {values}",
@@ -138,7 +138,7 @@ SENTENCES = {
     ),
     "{name} is given tensors of shape {shapes}": "各进程传给 {name} 的张量，形状分别是 {shapes}",
     "the order of this set may be another in each process, and it calls {name}(): sort it": (
-        "这个 set 在各进程里的次序可能不同，而循环里调用了 {name}()：要先排序"
+        "这个 set 在各进程里的顺序可能不同，而循环里调用了 {name}()：要先排序"
     ),
     # ---- validation.py
     "{count} items that one process validates, another trains with": (

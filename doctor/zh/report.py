@@ -61,7 +61,7 @@ SENTENCES = {
         "检查了 {count} 个进程，其中 rank 0：{seen}；用了 {seconds:.0f} 秒"
     ),
     "one epoch was seen: give two, and the orders of their items are compared": (
-        "只看到一个 epoch：给两个，就能比较它们的数据次序"
+        "只看到一个 epoch：给两个，就能比较它们的数据顺序"
     ),
     # ---- launch.py, plan.py, notebook.py, options.py
     "it had stood still for {seconds} s: see --patience": (

@@ -399,7 +399,7 @@ def test_the_report_in_chinese(tmp_path, monkeypatch):
     report = diagnosed(tmp_path / "run", ["--quick"], PLAIN)
     line = f"script.py:{line_of(PLAIN, 'for x, y')}"
     page = "docs/bugs.zh-CN.md#忘了-set_epoch"
-    chinese = "次序和上一个 epoch 一样\uff1a要调用 sampler 的 set_epoch(epoch)"
+    chinese = "顺序和上一个 epoch 一样\uff1a要调用 sampler 的 set_epoch(epoch)"
     assert f"\n 错误\uff1a1\uff0c提示\uff1a0\n {line}  {chinese}  → {page}\n" in report["said"]
     assert not re.search(r"^ [a-z]+ [a-z]+ [a-z]+", report["said"], re.M), report["said"]
     assert report["code"] == 1 and [one["text"] for one in report["found"]] == [ORDER]

@@ -56,7 +56,18 @@ def test_a_ring_sends_what_the_page_says():
     assert seconds == pytest.approx(2 * 7 / 8 * 102.2e6 / 1.25e9, rel=1e-3)
     assert predict.all_reduce(USUAL, 1e6, 1, 1) == 0
     fast = replace(USUAL, within_rate=1e11)  # a ring crosses each node's link once
-    assert predict.all_reduce(fast, 1e8, 2, 8) == pytest.approx(2 * 15 / 16 * 1e8 / 1.25e9)
+    assert predict.all_reduce(fast, 1e8, 4, 8) == pytest.approx(2 * 31 / 32 * 1e8 / 1.25e9)
+
+
+def test_between_two_nodes_a_tree_sends_each_byte_once():
+    """Not with gloo, and not faster than what is inside the nodes."""
+    fast = replace(USUAL, within_rate=1e11)
+    assert predict.all_reduce(fast, 1e8, 2, 8) == pytest.approx(1e8 / 1.25e9, rel=0.01)
+    assert predict.all_reduce(fast, 1e8, 2, 1) == pytest.approx(1e8 / 1.25e9, rel=0.01)
+    same = replace(fast, within_rate=1.25e9)
+    assert predict.all_reduce(same, 1e8, 2, 8) == pytest.approx(2 * 15 / 16 * 1e8 / 1.25e9)
+    gloo = replace(fast, backend="gloo")
+    assert predict.all_reduce(gloo, 1e8, 2, 8) == pytest.approx(2 * 15 / 16 * 1e8 / 1.25e9)
 
 
 def test_small_messages_take_a_tree_with_nccl_alone():
@@ -160,24 +171,32 @@ REMEDIES = {
     "twice the loader workers": replace(FREE, loader=100),
     "another node for the slow one": replace(FREE, slow_node=3),
     "HSDP": replace(SLOW, strategy="fsdp", gpus=8, within_rate=1e12, weight_bytes=4),
-    "4 passes a step": replace(SLOW, between_rate=1e6),
+    "4 passes a step (accumulation)": replace(SLOW, between_rate=1e6),
 }
 
 
 @pytest.mark.parametrize("name", REMEDIES)
 def test_it_tries_each_remedy_and_names_the_best(name):
     s = REMEDIES[name]
-    best, gain = predict.best_remedy(s)
+    found = dict(predict.gains(s))
+    best = next(iter(found))
     tried = predict.remedies(s).items()
     gains = {key: predict.speed(one) / predict.speed(s) - 1 for key, one in tried}
-    assert best == max(gains, key=gains.get) and gain == gains[best]
-    assert name in gains and gains[name] > 0.3
+    assert found == {key: gain for key, gain in gains.items() if gain >= 0.02}
+    assert best == max(gains, key=gains.get) and found[name] > 0.3
     if name != "HSDP":
         assert best == name
 
 
 def test_nothing_helps_where_nothing_is_lost():
-    assert predict.best_remedy(replace(FREE, rest=0.0)) is None
+    assert predict.gains(replace(FREE, rest=0.0)) == []
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_the_network_that_is_enough(share):
+    rate = predict.network_for(SLOW, share)
+    assert predict.linear(replace(SLOW, between_rate=rate)) == pytest.approx(share, rel=1e-6)
+    assert predict.network_for(replace(SLOW, loader=1.0), share) is None  # no network helps
 
 
 def test_failures_cost_what_they_lose():
@@ -256,9 +275,29 @@ def test_it_says_speed_share_epoch_limit_and_remedy(capsys):
     text = said(capsys, *KNOWN, "--nodes", 1, 16, "--epoch-images", 1281167)
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
     assert " 320 " in rows["1 GPU"] and "100%" in rows["1 GPU"] and "4,004" in rows["1 GPU"]
-    assert "network" in rows["16 x 8 GPUs"] and "4 passes a step (+" in rows["16 x 8 GPUs"]
+    assert (
+        "network" in rows["16 x 8 GPUs"]
+        and "4 passes a step (accumulation) (+" in rows["16 x 8 GPUs"]
+    )
     assert "Assumed, for nothing said it: --gpus-per-node 8, --between-us 30" in text
     assert "Not modelled: " in text
+
+
+def test_layouts_beside_each_other(capsys):
+    """Torchrun's names do as well, and numbers as people write them."""
+    words = "--step-ms 110 --images 128 --between-gbit 10".split()
+    text = said(capsys, "--weights", "25,000,000", *words, "--nodes", "16x1", "2x8", "1x1")
+    rows = [line.split("  ")[0] for line in text.splitlines()[1:4]]
+    assert rows == ["1 GPU", "2 x 8 GPUs", "16 x 1 GPUs"] and "--gpus-per-node" not in text
+    for name in rows[1:]:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"{name}: for"))
+        assert line.startswith(f"{name}: for 90% of linear ")
+        assert line.endswith(" Gbit/s; you have 10.0.")
+    assert "now 2,048. Mind the learning rate" in text
+    same = said(capsys, "--weights", "25M", *words, "--nnodes", 2, "--nproc-per-node", 8)
+    assert text.splitlines()[2].split() == same.splitlines()[2].split()
+    alone = said(capsys, "--weights", "25M", *words, "--nodes", "1x1")
+    assert "How wrong" not in alone and "settings" not in alone
 
 
 def test_a_file_is_read_and_flags_replace_what_it_holds(tmp_path, capsys):
@@ -267,9 +306,9 @@ def test_a_file_is_read_and_flags_replace_what_it_holds(tmp_path, capsys):
     text = said(capsys, path, "--nodes", 2)
     assert "2 x 4 GPUs" in text and "Assumed" not in text
     values, _ = predict.gather_values(predict.parse_args([str(path)]))
-    assert predict.buckets(predict.setting(values, 2)) == [(2e7, 0.1), (5e6, 1.0)]
+    assert predict.buckets(predict.setting(values, 2, 4)) == [(2e7, 0.1), (5e6, 1.0)]
     changed = predict.parse_args([str(path), "--step-ms", "200", "--gradient-mb", "8"])
-    s = predict.setting(predict.gather_values(changed)[0], 2)
+    s = predict.setting(predict.gather_values(changed)[0], 2, 4)
     assert s.forward + s.backward == pytest.approx(0.2) and s.weights == 2e6 and s.ready is None
 
 
@@ -281,23 +320,37 @@ def test_it_says_how_wrong_it_is_or_that_nobody_knows(tmp_path, capsys, monkeypa
     runs = [row | {"error": e} for e in (0.01, -0.03, 0.2)] + [row | {"error": 9, "fitted": True}]
     predict.TABLE.write_text(json.dumps({"runs": runs}))
     text = said(capsys, *words)
-    assert "On 3 measured settings of these kinds the error was 3.0% (median), 20.0% at" in text
+    assert "On 3 measured settings of these kinds the error of images/s was 3.0% (median), " in text
+    assert "from -3.0% to +20.0% (+: too fast): gloo, 4 processes" in text
+    assert "Nothing above 4 was measured." in text
+    runs += [row | {"error": 0.5, "world": 16}, row | {"error": -0.4, "world": 8}]
+    predict.TABLE.write_text(json.dumps({"runs": runs}))
+    assert "On 1 measured settings" in said(capsys, *words)  # the 16 processes
+    text = said(capsys, *words[:-1], "8x1")
+    assert "On 4 measured" in text and "from -40.0% to +20.0%" in text and "4 and 8 pro" in text
     text = said(capsys, *words, "--strategy", "hsdp", "--slow-node", 9)
-    assert "of the 4 settings of the table none is HSDP limited by slow node" in text
+    assert "of the 6 settings of the table none is HSDP limited by slow node" in text
 
 
 WRONG = {
     "": "how long is a step? give --step-ms",
     "--step-ms 5 --nodes 1": "how large is the model? give --arch",
-    "--arch resnet50 --step-ms 5": "how fast is the network? give --between-gbit",
-    "--arch resnet50 --weights 3 --step-ms 5 --nodes 1": "give one of --arch, --weights",
+    "--arch resnet50 --step-ms 5": "give --images",
+    "--arch resnet50 --step-ms 5 --images 1": "how fast is the network? give --between-gbit",
+    "--arch resnet50 --weights 3000 --step-ms 5 --nodes 1": "give one of --arch, --weights",
     "--arch resnet5 --step-ms 5 --nodes 1": "resnet5",
-    "--weights 1 --step-ms 5 --forward-ms 5 --nodes 1": "--forward-ms is not less than --step-ms",
-    "--weights 1 --step-ms 0": "must be 1e-09 or more, not 0",
-    "--weights nan --step-ms 5": "must be 1e-09 or more, not nan",
-    "--weights inf --step-ms 5": "must be 1e-09 or more, not inf",
-    "--nodes 1.5": "invalid int value: '1.5'",
-    "--nodes 0": "must be 1 or more, not 0",
+    "--weights 1K --step-ms 5 --forward-ms 5 --images 1 --nodes 1": "is not less than --step-ms",
+    "--weights 1e8 --step-ms 0": "must be 1e-09 or more, not 0",
+    "--weights nan --step-ms 5": "must be 1000 or more, not nan",
+    "--weights inf --step-ms 5": "must be 1000 or more, not inf",
+    "--weights 25": "must be 1000 or more, not 25",
+    "--weights 1,2": "invalid float value: '1,2'",
+    "--nodes 1.5": "1.5 is neither a number of nodes nor like 2x8",
+    "--nodes 0": "0 is neither a number",
+    "--nodes 2x": "2x is neither a number",
+    "--nodes 2x0": "2x0 is neither a number",
+    "--nodes 2 --gpus-per-node 8 1": "1: several layouts are written as --nodes 2x8 16x1",
+    "--step-ms 5 --weights 1M --images 1 --lost-minutes 3": "--lost-minutes needs --fails-days",
     "--slow-node 0.5": "must be 1 or more, not 0.5",
     "--strategy zero": "invalid choice: 'zero'",
     "--what": "unrecognized arguments: --what",
