@@ -141,11 +141,11 @@ for step in range(5):
 def test_a_healthy_wait_is_not_ended(tmp_path):
     """Rank 0 sleeps, as in a download, for longer than the patience; rank 1 waits for it."""
     text = """if rank == 0:
-    time.sleep(12)
+    time.sleep(15)
 dist.barrier()
 print("came through")
 """
-    output = report(tmp_path, text, code=None)
+    output = report(tmp_path, text, "--patience=8", code=None)
     assert output.count("came through") == 2 and "ended the run" not in output, output
 
 
