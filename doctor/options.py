@@ -82,7 +82,8 @@ def check_script(parser, args):
     if not args.script and not args.by:
         parser.error("name your script")
     if args.script and not args.module and not os.path.isfile(args.script):
-        parser.error(f"{args.script} is no file")
+        more = f": --attach {args.script}, if it is a process" if args.script.isdigit() else ""
+        parser.error(f"{args.script} is no file{more}")
     if args.script and notebook.is_one(args.script):
         try:
             notebook.cells(args.script)
@@ -114,6 +115,8 @@ class Attach(argparse.Action):
     def __call__(self, parser, namespace, words, option=None):
         from . import attach
 
+        if namespace.json or namespace.format:
+            parser.error("--attach has no --json and no --format: its file is --out FILE")
         attach.main(words)
 
 

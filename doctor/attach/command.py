@@ -22,7 +22,7 @@ def parse_args(words):
         metavar="PID or FILE",
         help="one of the job's processes; or --out's files",
     )
-    add("--seconds", type=float, default=5, help="from the first look to the last (default: 5)")
+    add("--seconds", type=seconds, default=5, help="from the first look to the last (default: 5)")
     add("--out", metavar="FILE", help="write what was seen on this machine, to be joined elsewhere")
     add("--slurm", metavar="JOB", help="look at all nodes of a job of Slurm")
     add("--slurm-job", help=argparse.SUPPRESS)  # on one node: of --slurm
@@ -33,11 +33,18 @@ def parse_args(words):
     )
     args = parser.parse_args(words)
     numbers = [one.isdigit() for one in args.what]
-    if any(numbers) and len(numbers) > 1:
-        parser.error("give one process, or files")
+    if any(numbers) and not all(numbers):
+        parser.error("give processes of one job, or files of --out")
     if args.slurm and args.what:
         parser.error("--slurm finds the processes itself")
     return args
+
+
+def seconds(text):
+    value = float(text)
+    if not 0.5 <= value <= 3600:
+        raise argparse.ArgumentTypeError("0.5 to 3600: a look alone does not show what stands")
+    return value
 
 
 def main(words):
@@ -47,7 +54,7 @@ def main(words):
         if args.slurm:
             found = joined(*zip(*slurm.reports(args), strict=True))
         elif args.what and not args.what[0].isdigit():
-            files = [(Path(name).read_text(errors="replace"), name) for name in args.what]
+            files = [(text_of(name), name) for name in args.what]
             found = joined(*zip(*files, strict=True))
         else:
             found = here(args)
@@ -66,6 +73,12 @@ def main(words):
         )
         print(f" {on_screen(text)}")
     sys.exit(tell.tell(found))
+
+
+def text_of(name):
+    if not Path(name).is_file():
+        raise ValueError(say("{name} is neither a process nor a file of --out", name=name))
+    return Path(name).read_text(errors="replace")
 
 
 def fail(error):
@@ -100,7 +113,10 @@ def chosen(args, found):
     if args.slurm_job:
         jobs = of_this_node(args.slurm_job, found, jobs)
     if args.what:
-        return job_of(int(args.what[0]), found, jobs)
+        chosen = [job_of(int(pid), found, jobs) for pid in args.what]
+        if any(job != chosen[0] for job in chosen):
+            raise ValueError(say("these processes are of several jobs: give those of one"))
+        return chosen[0]
     if len(jobs) == 1:
         return jobs[0]
     if jobs:

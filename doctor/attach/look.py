@@ -127,7 +127,7 @@ def seen(rank, looks, found):
     last = looks[-1]
     pid, stack = rank.pid, last.stack
     known = {"rank": rank.rank, "size": rank.size, "here": rank.here, "local": rank.local}
-    known |= {"pid": pid, "error": last.error}
+    known |= {"pid": pid, "error": last.error, "folder": source.folder_of(pid)}
     if not stack:
         return known | {"state": {STOPPED: "stopped", ENDED: "gone"}.get(last.error, "unread")}
     mine = places.users_frame(stack)
@@ -157,13 +157,14 @@ def meaning_of(one, gpu):
 
 def conditions(pid, stack):
     """What is around the innermost call that has a condition: see source.Around, and sight."""
-    known = {"under": "", "when": "", "without": False, "leaves": []}
+    known = {"under": "", "when": "", "without": False, "leaves": [], "loops": []}
     for number, (file, _, line) in enumerate(f for f in stack if places.is_users(f[0])):
         around = source.Around(pid, file, line)
         known["under"] = known["under"] or around.under
         known["when"] = known["when"] or around.when
         known["without"] |= around.without
-        known["leaves"] = around.leaves if number == 0 else known["leaves"]
+        if number == 0:
+            known |= {"leaves": around.leaves, "loops": around.loops}
     return known
 
 

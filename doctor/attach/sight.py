@@ -7,9 +7,10 @@ from ..words import say
 
 FORMAT = "doctor --attach 1"  # the first entry of a file
 # rank, size (of the job), here (how many on its machine), local, pid, host: numbers and a name
+# folder: in which the process is
 # state: "works" (it moves, or computes), "stands", "stopped" (by SIGSTOP), "gone", "unread" (error)
 # kind, words: see places.py; file, line, function, text: of the user's code
-# under, when, without, leaves: see source.Around
+# under, when, without, leaves, loops: see source.Around
 # seconds: between the first look and the last; times: in how many of them it was in this kind
 # sure: that it stands, and not only waits for a GPU; gpu: whether it uses one
 # workers: of its loader, see look.workers()

@@ -17,6 +17,14 @@ def path_of(pid, file):
     return f"/proc/{pid}/root{file}"
 
 
+def folder_of(pid):
+    """That in which a process is, or "" where it may not be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return ""
+
+
 def began(pid):
     """When a process was started, in seconds since 1970."""
     with open("/proc/stat") as file:
@@ -49,11 +57,12 @@ class Around:
 
     under: the condition on a rank under which it is reached, as "if rank == 0 (line 72)", or "";
     when: the innermost condition of any kind; without: it is without gradients; leaves: what ends
-    a turn of its loop before it, as [line, "if loss.isnan(): continue"].
+    a turn of its loop before it, as [line, "if loss.isnan(): continue"]; loops: of its function,
+    as [first line, last line, "for x, y in loader:"], the innermost first.
     """
 
     def __init__(self, pid, file, line):
-        self.under, self.when, self.without, self.leaves = "", "", False, []
+        self.under, self.when, self.without, self.leaves, self.loops = "", "", False, [], []
         try:
             parsed = ast.parse("\n".join(lines_of(pid, file)))
         except (SyntaxError, ValueError):
@@ -62,8 +71,12 @@ class Around:
         for node in inside:  # from the outside to the inside
             heads = [*getattr(node, "items", []), *getattr(node, "decorator_list", [])]
             self.without |= any(NO_GRAD.search(ast.unparse(head)) for head in heads)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.loops = []
             if isinstance(node, (ast.For, ast.While)):
                 self.leaves = list(leaves(node, line, lines_of(pid, file)))
+                text = text_of(pid, file, node.lineno)
+                self.loops.insert(0, [node.lineno, node.end_lineno, text])
             for name in ("body", "orelse"):
                 block = getattr(node, name, None)
                 if isinstance(block, list) and any(includes(one, line) for one in block):

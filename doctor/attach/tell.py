@@ -2,11 +2,14 @@
 
 import os
 import re
+import time
 
 from ..words import listed, on_screen, page, say
-from . import ranks
+from . import ranks, source
 from .judges import findings
 from .words import at, names
+
+RERUN = "python doctor SCRIPT"
 
 
 def tell(sight):
@@ -16,15 +19,16 @@ def tell(sight):
     no rank could be read.
     """
     seconds = max((one.get("seconds", 0) for one in sight.ranks), default=0)
-    known = {"command": sight.command[:100], "seconds": seconds}
+    folders = {one.get("folder", "") for one in sight.ranks} - {""}
+    known = {"command": sight.command[:100], "folder": listed(sorted(folders)), "seconds": seconds}
     if len(sight.ranks) > 1:
         text = say(
-            "{count} ranks of: {command}; looked at for {seconds:.0f} s",
+            "{count} ranks of: {command}, in {folder}; looked at for {seconds:.0f} s",
             **known,
             count=len(sight.ranks),
         )
     else:
-        text = say("1 rank of: {command}; looked at for {seconds:.0f} s", **known)
+        text = say("1 rank of: {command}, in {folder}; looked at for {seconds:.0f} s", **known)
     print(f" {on_screen(text)}")
     for group in together(sight.ranks):
         print(row([one["rank"] for one in group], doing(group)))
@@ -38,6 +42,9 @@ def tell(sight):
     for one in found:
         line = f"{one.line}  " if one.line else ""
         print(f" {line}{on_screen(one.text)}  → {page(one.place)}")
+    if any(one.line and one.hangs for one in found):
+        text = say("more is seen from the start: {command}, in a copy of the folder", command=RERUN)
+        print(f" {on_screen(text)}")
     if any(one.mistake for one in found):
         return 1
     if any(one.hangs for one in found):
@@ -120,7 +127,7 @@ def may_trace():
 
 def jobs(found):
     """The list, where there are several."""
-    said = [say("several jobs run here: name one of its processes")]
+    said = [say("several jobs run here: give a process of one")]
     for job in found:
         pids = ", ".join(str(rank.pid) for rank in job.ranks[:4])
         pids += ", ..." if len(job.ranks) > 4 else ""
@@ -128,10 +135,12 @@ def jobs(found):
         ranks_of = names(rank.rank for rank in job.ranks)
         said.append(
             say(
-                "  {ranks}, pids {pids}: {command}",
+                "  {ranks}, pids {pids}, since {time}: {command}, in {folder}",
                 ranks=ranks_of,
                 pids=pids,
+                time=time.strftime("%H:%M", time.localtime(source.began(job.ranks[0].pid))),
                 command=job.command[:100],
+                folder=source.folder_of(job.ranks[0].pid),
             )
         )
     return listed(said, "\n ", "\n ")

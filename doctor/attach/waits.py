@@ -124,6 +124,37 @@ def gradients_that_do_not_come(sight):
 
 
 @judge
+def past_the_loop(sight):
+    """It asks again and again for what comes after a loop that another is still in."""
+    left = waiting(sight)
+    for idle in sight.that("stands"):
+        polls = [loop for loop in idle.get("loops", []) if loop[2].startswith("while ")]
+        same = [one for one in left if of_one_function(one, idle) and one is not idle]
+        for one in same if polls and idle not in left else []:
+            passed = [loop for loop in one.get("loops", []) if loop[1] < polls[0][0]]
+            if passed:
+                text = say(
+                    "{they_wait} in {call} for {ranks}, which is past this loop, `{loop}` (line "
+                    "{first}): a batch less? It stands in `{polls}` (line {second}): what this "
+                    "asks for does not come, if it is done after the loop",
+                    they_wait=they(same, "waits"),
+                    call=one["words"],
+                    ranks=of([idle]),
+                    loop=passed[-1][2],
+                    first=passed[-1][0],
+                    polls=polls[0][2],
+                    second=polls[0][0],
+                )
+                place = "bugs.md#one-process-has-one-step-more"
+                return Finding(text, place, at(one), mistake=True)
+    return None
+
+
+def of_one_function(one, other):
+    return (one["file"], one["function"]) == (other["file"], other["function"])
+
+
+@judge
 def one_is_elsewhere(sight):
     """It may come: it downloads, saves, or waits for a command."""
     left = waiting(sight)

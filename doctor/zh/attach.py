@@ -35,11 +35,18 @@ SENTENCES = {
     "{file} was not written by doctor --attach --out": "{file} 不是 doctor --attach --out 写的",
     "no node of job {job} has answered": "Slurm 作业 {job} 的节点都没有回应",
     # ---- tell.py
-    "{count} ranks of: {command}; looked at for {seconds:.0f} s": (
-        "{count} 个 rank，命令：{command}；看了 {seconds:.0f} 秒"
+    "{count} ranks of: {command}, in {folder}; looked at for {seconds:.0f} s": (
+        "{count} 个 rank，命令：{command}，目录：{folder}；看了 {seconds:.0f} 秒"
     ),
-    "1 rank of: {command}; looked at for {seconds:.0f} s": (
-        "1 个 rank，命令：{command}；看了 {seconds:.0f} 秒"
+    "1 rank of: {command}, in {folder}; looked at for {seconds:.0f} s": (
+        "1 个 rank，命令：{command}，目录：{folder}；看了 {seconds:.0f} 秒"
+    ),
+    "more is seen from the start: {command}, in a copy of the folder": (
+        "从头运行能看到更多：把目录复制一份，在里面运行 {command}"
+    ),
+    "{name} is neither a process nor a file of --out": "{name} 既不是进程号，也不是 --out 写的文件",
+    "these processes are of several jobs: give those of one": (
+        "这些进程属于不同的任务：请只给同一个任务的"
     ),
     "works": "还在工作",
     "work": "还在工作",
@@ -61,8 +68,12 @@ SENTENCES = {
     "- or look from outside of it, as root": "- 或者在容器外面，用 root 查看",
     "- as root: {command}": "- 用 root：{command}",
     "- allow it until the next start: {command}": "- 允许到下次重启为止：{command}",
-    "several jobs run here: name one of its processes": "这里有几个任务：请给出要看的那个任务里一个进程的编号",
-    "  {ranks}, pids {pids}: {command}": "  {ranks}，进程 {pids}：{command}",
+    "several jobs run here: give a process of one": (
+        "这里有几个任务：请给出要看的那个任务里一个进程的编号"
+    ),
+    "  {ranks}, pids {pids}, since {time}: {command}, in {folder}": (
+        "  {ranks}，进程 {pids}，{time} 启动：{command}，目录：{folder}"
+    ),
     # ---- states.py
     "{ranks} could not be read": "读不到 {ranks} 的调用栈",
     "{text}; {they_wait}, perhaps for it: {where}": "{text}；{they_wait}，等的也许就是它：{where}",
@@ -137,6 +148,12 @@ SENTENCES = {
         "{they_wait}，停在 {call}；等的是 {ranks}，后者停在 {other}，在 {line}"
     ),
     "{text}, where nothing is computed": "{text}，没有在计算",
+    "{they_wait} in {call} for {ranks}, which is past this loop, `{loop}` (line {first}): a batch "
+    "less? It stands in `{polls}` (line {second}): what this asks for does not come, if it is done "
+    "after the loop": (
+        "{they_wait}，停在 {call}；等的是 {ranks}，后者已经走出了这个循环：`{loop}`（第 {first} 行），"
+        "是不是少一个 batch？它停在 `{polls}`（第 {second} 行）：如果所等的东西要在前一个循环之后才产生，就永远等不到"
+    ),
     "no rank answers: {where}. Each send needs its recv, and of two ranks one must send first, "
     "the other receive": (
         "没有 rank 回应：{where}。每个 send 都要有对应的 recv；两个 rank 之间，要一个先发，另一个先收"

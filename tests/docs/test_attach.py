@@ -185,6 +185,21 @@ for call in calls:
         "bugs.md#rank-0-prepares-for-longer-than-the-timeout",
         3,
     ),
+    "a file that does not come": (
+        NET
+        + """def main():
+    for step in range(3 - rank):
+        model(images).sum().backward()
+    while not os.path.exists("epoch.pth"):
+        time.sleep(0.5)
+main()
+""",
+        "sum().backward()",
+        r"rank 0 waits in .* for rank 1, which is past this loop, `for step in range\(3 - rank\):` "
+        r"\(line \d+\): a batch less\? It stands in `while not os\.path\.exists",
+        "bugs.md#one-process-has-one-step-more",
+        1,
+    ),
     "a loader's worker": (
         """class Images(torch.utils.data.Dataset):
     def __len__(self):
@@ -375,6 +390,13 @@ def test_without_py_spy(tmp_path):
 def test_no_process():
     assert "no process 4194305" in attach(4194305, code=2)
     assert "was not written by doctor --attach --out" in attach("README.md", code=2)
+    assert "abc is neither a process nor a file of --out" in attach("abc", code=2)
+    assert "give processes of one job, or files" in attach("1", "README.md", code=2)
+    assert "--seconds: 0.5 to 3600" in attach("--seconds", "0", code=2)
+    doctor = [PYTHON, ROOT / "doctor"]
+    output = run([*doctor, "--json", "x.json", "--attach", "1"], ROOT, env=USER, code=2)
+    assert "--attach has no --json and no --format: its file is --out FILE" in output
+    assert "12 is no file: --attach 12, if it is a process" in run([*doctor, "12"], ROOT, code=2)
 
 
 @pytest.mark.parametrize(
