@@ -184,13 +184,13 @@ class Job:
         assert not left, f"left behind by {self.process.args}: {left}\n{output}"
         return self.process.returncode, output
 
-    def finish(self, code=0, timeout=150):
+    def finish(self, code=0, timeout=300):
         """As wait(), for an end with this exit code, or any if None; returns the output alone."""
         returned, output = self.wait(timeout)
         assert code in (None, returned), f"{self.process.args} ended with {returned}:\n{output}"
         return output
 
-    def wait_for(self, pattern, timeout=120):
+    def wait_for(self, pattern, timeout=240):
         """Read the output until a line matches; returns what was read."""
         seen, deadline = "", time.monotonic() + timeout
         while line := self.line(deadline):
@@ -217,7 +217,7 @@ def no_job_outlives_its_test(request):
     Job.started.clear()
 
 
-def run(command, cwd, timeout=150, env=None, code=0):
+def run(command, cwd, timeout=300, env=None, code=0):
     """Run to the end; returns the output. Fails on another exit code than `code`."""
     return Job(command, cwd, env).finish(code, timeout)
 

@@ -56,13 +56,13 @@ def cluster(tmp_path_factory):
     # It returns, with what a shell needs: no daemon keeps the pipe open that the shell reads.
     start = ["bash", "-c", f'eval "$({CLUSTER} start {folder})" && echo "$SLURM_CONF"']
     try:
-        started = subprocess.run(start, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+        started = subprocess.run(start, check=True, timeout=150, stdout=subprocess.PIPE, text=True)
         assert started.stdout == f"{folder}/slurm.conf\n"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
             yield
     finally:
-        subprocess.run([CLUSTER, "stop", folder], check=True, timeout=60)
+        subprocess.run([CLUSTER, "stop", folder], check=True, timeout=150)
     assert not folder.exists()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     assert not [pid for pid in pids if f"{folder}/" in cmdline(pid)]

@@ -23,7 +23,7 @@ forks.set_forkserver_preload(
 )
 
 
-def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=240):
+def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=500):
     """(exit codes, output) of processes as torchrun would start them; `before` is run first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

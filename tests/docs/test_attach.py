@@ -59,7 +59,7 @@ def job(folder, text, ranks=2, head=HEAD):
             process.join(10)
 
 
-def until(done, output, seconds=60):
+def until(done, output, seconds=150):
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, output.read_text()
@@ -68,7 +68,7 @@ def until(done, output, seconds=60):
 
 def attach(*words, code=1, folder=ROOT):
     """What it prints."""
-    return run([*ATTACH, *words], folder, env=USER, code=code, timeout=60)
+    return run([*ATTACH, *words], folder, env=USER, code=code, timeout=150)
 
 
 def attach_when_it_stands(pid, code=1):

@@ -309,7 +309,9 @@ def test_a_template_with_carriage_returns_gives_the_same(tmp_path):
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     words = ["compose.py", "torchrun", "--with", "amp,f1,resume"]
     said = [
-        subprocess.run([PYTHON, *words], cwd=folder, stdout=subprocess.PIPE, check=True, timeout=60)
+        subprocess.run(
+            [PYTHON, *words], cwd=folder, stdout=subprocess.PIPE, check=True, timeout=150
+        )
         for folder in (ROOT, tmp_path)
     ]
     assert said[0].stdout == said[1].stdout and b"\r" not in said[0].stdout

@@ -173,8 +173,8 @@ def test_a_checkout_has_no_carriage_returns(tmp_path):
         shutil.copy(ROOT / name, source / name)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=true"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
-        subprocess.run([*git, *words], cwd=source, check=True, timeout=60)
-    subprocess.run([*git, "clone", "-q", source, clone], check=True, timeout=60)
+        subprocess.run([*git, *words], cwd=source, check=True, timeout=150)
+    subprocess.run([*git, "clone", "-q", source, clone], check=True, timeout=150)
     files = [path for path in clone.rglob("*") if path.is_file() and ".git" not in path.parts]
     assert len(files) == 4
     assert all(path.read_bytes() == (ROOT / path.relative_to(clone)).read_bytes() for path in files)

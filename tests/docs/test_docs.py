@@ -217,7 +217,7 @@ def test_first_command(clone, tmp_path):
     """It learns the digits and says what docs/faq.md shows; a second one is refused."""
     folder = tmp_path / "here"
     shutil.copytree(clone, folder, ignore=shutil.ignore_patterns("checkpoints*"))
-    output = run(["./start.sh"], folder, env=ACTIVE, timeout=300)
+    output = run(["./start.sh"], folder, env=ACTIVE, timeout=600)
     assert result(output)[1] >= 97
 
     def form(line):
@@ -337,7 +337,7 @@ def test_start_runs_the_tests(clone):
     for command in matching(r"\./start\.sh test .*"):
         assert all((ROOT / path).exists() for path in re.findall(r"tests/\S+", command)), command
     words = "-n 1 -q tests/docs/test_diffs.py -k lint".split()
-    output = run(["./start.sh", "test", *words], clone, env=ACTIVE, timeout=300)
+    output = run(["./start.sh", "test", *words], clone, env=ACTIVE, timeout=600)
     assert " passed" in output and "failed" not in output
 
 

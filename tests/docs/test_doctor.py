@@ -83,7 +83,7 @@ TOGETHER = {
 WHOLE = {"early_stop_on_rank_0", "schedule_of_one_gpu"}  # all five epochs
 
 
-def examined(folder, *words, code=0, env=None, timeout=100):
+def examined(folder, *words, code=0, env=None, timeout=250):
     """What the doctor says of a script: [(line number, text, place)], and its whole output."""
     output = run([*DOCTOR, *words], folder, env=USER | (env or {}), code=code, timeout=timeout)
     assert re.search(r"^ mistakes: \d+, hints: \d+$", output, re.M), output

@@ -130,7 +130,7 @@ def outcome(words, folder, env, stderr=subprocess.STDOUT):
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        timeout=200,
+        timeout=400,
     )
 
 

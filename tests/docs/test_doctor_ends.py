@@ -23,7 +23,7 @@ x = torch.ones(1)
 """
 
 
-def report(folder, text, *flags, code, timeout=100):
+def report(folder, text, *flags, code, timeout=250):
     """What the doctor prints of a script; it runs once."""
     (folder / "train.py").write_text(HEAD + text)
     words = [PYTHON, ROOT / "doctor", "--quick", "--patience=3", *flags, "train.py"]
@@ -219,7 +219,7 @@ def test_a_script_that_starts_its_processes_in_another_file(module, tmp_path):
     name = ["-m", "package.train"] if module else ["train.py"]
     (tmp_path / ("package/train.py" if module else "train.py")).write_text(text)
     words = [PYTHON, ROOT / "doctor", "--quick", *name]
-    output = run(words, tmp_path, env=USER, code=2, timeout=100)
+    output = run(words, tmp_path, env=USER, code=2, timeout=250)
     assert output.count("worked") == 2 and "looked at 2 processes" in output, output
 
 

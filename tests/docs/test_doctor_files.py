@@ -71,7 +71,7 @@ class Place:
     def run(self, script, *flags, **more):
         """(exit code, all that was said)"""
         job = self.start(script, *flags, **more)
-        said, _ = job.communicate(timeout=120)
+        said, _ = job.communicate(timeout=300)
         return job.returncode, said
 
     def restore(self):
@@ -128,7 +128,7 @@ def place(tmp_path):
         job.stdout.close()
 
 
-def wait_for(what, seconds=30):
+def wait_for(what, seconds=90):
     until = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < until, "waited too long"
@@ -568,7 +568,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
         inode = (place.path / "closed/mine").stat().st_ino
         command = [sys.executable, "-c", AS_USER]
         env = os.environ | {"DOCTOR_STATE": str(place.state)}
-        said = subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=60)
+        said = subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=150)
         assert said.count("refused") == 2 and "newer\n" in said, said
         assert "put back as before this run: closed/mine" in said, said
         place.assert_unchanged(said)
@@ -596,7 +596,7 @@ def test_another_file_system(killed, tmp_path):
             kill_both(job)
             said = place.restore()
         else:
-            said, _ = job.communicate(timeout=60)
+            said, _ = job.communicate(timeout=150)
         place.assert_unchanged(said)
         assert not any(".training-doctor" in name for name in os.listdir("/"))
     finally:
@@ -656,7 +656,7 @@ def processes_of(place):
 def test_signals(place, number):
     job, _ = started(place)
     job.send_signal(signal.Signals["SIG" + number])
-    said, _ = job.communicate(timeout=60)
+    said, _ = job.communicate(timeout=150)
     assert job.returncode == 128 + signal.Signals["SIG" + number], said
     assert "put back as before this run: a, b, c, ckpt/deep/two, ckpt/one, log" in said
     place.assert_unchanged(said)
@@ -668,7 +668,7 @@ def test_one_of_the_doctors_processes_is_killed(place, who):
     job, _ = started(place)
     (child,) = children(job.pid)
     os.kill(job.pid if who == "parent" else child, signal.SIGKILL)
-    said, _ = job.communicate(timeout=60)
+    said, _ = job.communicate(timeout=150)
     assert "put back as before this run: a, b, c" in said
     place.assert_unchanged(said)
     wait_for(lambda: not processes_of(place), 5)
@@ -746,7 +746,7 @@ open("b", "w").write("newer")
     job, _ = started(place, script)
     for name in ("a", "b", "out", "dir/theirs"):
         (place.path / name).write_text("theirs")
-    said, _ = job.communicate(timeout=60)
+    said, _ = job.communicate(timeout=150)
     for name in ("a", "b", "out", "dir/theirs"):
         assert (place.path / name).read_text() == "theirs", (name, said)
     assert not (place.path / "dir/x").exists()
@@ -785,7 +785,7 @@ time.sleep(60)
     for number in (first, 1 - first):
         if how == "ends":
             jobs[number].send_signal(signal.SIGTERM)
-            said.append(jobs[number].communicate(timeout=60)[0])
+            said.append(jobs[number].communicate(timeout=150)[0])
         else:
             kill_both(jobs[number])
             said.append(place.restore())
@@ -867,7 +867,7 @@ def test_soak(tmp_path):
             counts[how] += 1
             kill_somehow(job, how)
         for job in jobs:
-            said.append(job.communicate(timeout=60)[0])
+            said.append(job.communicate(timeout=150)[0])
         while draw.random() < 0.3:  # killed while it puts back
             counts["restore"] += 1
             one = place.start("", "--restore")

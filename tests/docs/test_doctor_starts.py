@@ -48,7 +48,7 @@ LOOP = line_of(TRAIN, "for x, y in loader")
 
 
 def examined(folder, *words, code=1, env=None):
-    output = run([*DOCTOR, *words], folder, env=USER | (env or {}), code=code, timeout=200)
+    output = run([*DOCTOR, *words], folder, env=USER | (env or {}), code=code, timeout=400)
     assert "the doctor failed" not in output, output
     return output
 

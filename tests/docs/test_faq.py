@@ -208,7 +208,7 @@ def test_breakpoint_under_torchrun(tmp_path):
         input="p 40 + 2\nc\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert "(Pdb) 42" in typed.stdout and typed.stdout.count("went on") == 2, typed
 

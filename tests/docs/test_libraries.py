@@ -27,7 +27,7 @@ def start(command, folder):
     env = USER | {"OMP_NUM_THREADS": "1", "RAY_TMPDIR": ray}
     env |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     try:
-        return run(["env", *command], folder, env=env, timeout=300)  # Ray starts slowly
+        return run(["env", *command], folder, env=env, timeout=600)  # Ray starts slowly
     finally:
         shutil.rmtree(ray)
 

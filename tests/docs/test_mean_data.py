@@ -274,7 +274,7 @@ def run(path, case, ranks, before):
     for _ in range(3):
         env, output = {"SLURM_JOB_ID": random.randrange(10**6)}, path.with_name("output.txt")
         try:
-            codes = run_ranks(path, ranks=ranks, env=env, before=before, seconds=100)[0]
+            codes = run_ranks(path, ranks=ranks, env=env, before=before, seconds=250)[0]
         except AssertionError:
             codes = None
         if "EADDRINUSE" not in output.read_text():  # somebody else took the port meanwhile

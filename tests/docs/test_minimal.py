@@ -63,10 +63,10 @@ def slurm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm") / "cluster"
     begun = ["bash", "-c", f'eval "$({CLUSTER} start {folder})" && echo "$SLURM_CONF"']
     try:
-        conf = subprocess.run(begun, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+        conf = subprocess.run(begun, check=True, timeout=150, stdout=subprocess.PIPE, text=True)
         yield {"SLURM_CONF": conf.stdout.strip()}
     finally:
-        subprocess.run([CLUSTER, "stop", folder], check=True, timeout=60)
+        subprocess.run([CLUSTER, "stop", folder], check=True, timeout=150)
 
 
 @pytest.fixture(scope="module")

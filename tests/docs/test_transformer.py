@@ -70,7 +70,7 @@ def test_learns(ranks, tmp_path):
     (command,) = commands_of(SCRIPT.read_text())
     command = command.replace("node=2", f"node={ranks}")
     env = USER | {"OMP_NUM_THREADS": "1"}
-    output = run(["env", *command.split()], tmp_path, timeout=300, env=env)
+    output = run(["env", *command.split()], tmp_path, timeout=600, env=env)
     found = losses("epoch 0" + output.split("epoch 0", 1)[1])
     # From how often each byte comes, and no more, it is 3.4.
     assert [*found] == [0, 1, 2, 3] and found[3] < 3.0 and found[3] + 0.2 < found[0]

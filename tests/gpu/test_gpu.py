@@ -88,11 +88,11 @@ CASES += [("apex_distributed.py", flags) for flags in APEX]
 def test_trains_resumes_and_evaluates(script, flags, work, tmp_path):
     """bf16 is the default: from the same start, the loss falls and the digits are learned."""
     command = [*python(script), *flags.split(), "--checkpoint-dir", tmp_path / "c"]
-    output = run([*command, "--max-steps", "44"], work, timeout=300)
+    output = run([*command, "--max-steps", "44"], work, timeout=600)
     assert f"{script}: processes: 1, nccl, " in output
     assert f", {torch.cuda.get_device_name()}, " in output
     assert script != "distributed.py" or ("bf16" in output) == ("--precision" not in flags)
-    output = run([*command, "--resume", "auto"], work, timeout=300)
+    output = run([*command, "--resume", "auto"], work, timeout=600)
     assert "resumed from" in output and "at the end of epoch 2\n" in output
     loss, acc1, _ = last_result(output)
     assert (acc1 > 80) if "O3" in flags else (acc1 > 95 and loss < 0.3)  # O3 trains in half

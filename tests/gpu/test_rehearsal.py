@@ -47,7 +47,7 @@ def gpus(tmp_path_factory):
     library = folder / "libcuda.so.1"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
     command += [f"-I{path}" for path in (folder, *HEADERS)]
-    subprocess.run([*command, "-o", library, HERE / "cuda.cpp"], check=True, timeout=120)
+    subprocess.run([*command, "-o", library, HERE / "cuda.cpp"], check=True, timeout=300)
 
     def environment(count, **more):
         env = {"LD_PRELOAD": str(library), "PYTHONPATH": f"{HERE}:{ROOT}", "OMP_NUM_THREADS": "1"}

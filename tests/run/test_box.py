@@ -94,7 +94,7 @@ def test_the_box_delays_what_is_sent():
 def test_predictions_hold(tmp_path):
     """Of six settings, from what is measured in another one; what is written says so."""
     words = ["-m", "benchmarks.predict", "--quick", "--out", tmp_path]
-    output = run([PYTHON, *words], tmp_path, timeout=240, env=IN_ROOT | ONE_THREAD)
+    output = run([PYTHON, *words], tmp_path, timeout=500, env=IN_ROOT | ONE_THREAD)
     rows = json.loads((tmp_path / "predict.json").read_text())["runs"]
     names = [job.name for job in benchmark.quick()]
     assert [row["name"] for row in rows] == names and not any(row["fitted"] for row in rows)

@@ -53,7 +53,7 @@ class Terminal:
         )
         os.close(slave)
 
-    def read(self, until=None, seconds=90):
+    def read(self, until=None, seconds=200):
         """Read until a line of the cursor matches, or all that there is; returns the lines."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -287,7 +287,7 @@ def test_a_crowded_machine(tmp_path):
     little += ['mount -t tmpfs -o size=64k none /dev/shm && exec "$@"', "sh"]
     env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
     output = run(
-        [*little, PYTHON, "-c", START + ITEMS + CROWDED], tmp_path, env=env, timeout=60, code=2
+        [*little, PYTHON, "-c", START + ITEMS + CROWDED], tmp_path, env=env, timeout=150, code=2
     )
     total, line = output.splitlines()
     assert total == "tensor(780)"
@@ -306,7 +306,7 @@ list(other)
 
 def test_a_loader_that_nobody_lets_go_of_does_not_keep_its_process():
     """In a notebook it is a global, alive when the interpreter exits; so it is after an error."""
-    output = run([PYTHON, "-c", START + ITEMS + NOTEBOOK], ROOT, timeout=60, code=1)
+    output = run([PYTHON, "-c", START + ITEMS + NOTEBOOK], ROOT, timeout=150, code=1)
     assert output.startswith("20\n")
     assert re.search("killed by signal|exited unexpectedly", output.splitlines()[-1])
 

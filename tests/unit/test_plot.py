@@ -71,7 +71,7 @@ def test_a_picture(runs, name, tmp_path):
 
 def plotted(*words, **env):
     command = [PYTHON, ROOT / "plot.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -399,7 +399,7 @@ def test_the_commands_of_the_page(command, tmp_path):
     """The script alone, in a folder of its own, where nothing but Python is installed."""
     (tmp_path / "predict.py").write_text((ROOT / "predict.py").read_text())
     words = [PYTHON, "-S", *command.split()[1:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and not done.stderr
     assert "limited by" in done.stdout and "is not measured: results/predict.json" in done.stdout
     if "--plot" in command:
