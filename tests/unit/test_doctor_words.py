@@ -69,7 +69,8 @@ def docstrings(tree):
 # errors, a kind of event, and a command.
 NOT_SAID = r"^(not in ABOUT or GENERAL|finished reduction|names a gpu$|sudo sysctl|closed by peer)"
 NOT_SAID += r"|^one of the job|^from the first look|^write what|^look at all nodes|^do not stop"
-NOT_SAID += r"|^Look at a job|^give processes of|^0.5 to 3600: a look|^--slurm finds|^ is no notebook|^(closed|reset) by peer"
+NOT_SAID += r"|^Look at a job|^give processes of|^0.5 to 3600: a look|^--slurm finds"
+NOT_SAID += r"|^ is no notebook|^(closed|reset) by peer"
 
 
 @pytest.mark.parametrize("path", SAYS, ids=lambda path: f"{path.parent.name}/{path.stem}")
