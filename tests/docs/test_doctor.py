@@ -570,7 +570,7 @@ def test_a_module_counts_no_gpus_where_another_was_told_that_there_are_none(tmp_
 
 @pytest.mark.full
 def test_a_hang_ends_with_both_lines(tmp_path):
-    """30 seconds after it stands still, at most."""
+    """30 seconds after it stands still; three times as much for a machine that is busy."""
     script, line = copied(tmp_path, "all_reduce_on_rank_0"), "            dist.all_reduce(correct)"
     edits = [(line, f'            open("stood", "w").close()\n{line}')]
     script.write_text(edited(script.read_text(), edits))
@@ -578,7 +578,7 @@ def test_a_hang_ends_with_both_lines(tmp_path):
     lines = script.read_text().splitlines()
     places = [int(number) for number in re.findall(r"at script\.py:(\d+)", said)]
     assert "all_reduce(correct)" in lines[places[0] - 1] and "model(" in lines[places[1] - 1]
-    assert time.time() - (tmp_path / "stood").stat().st_mtime < 30
+    assert time.time() - (tmp_path / "stood").stat().st_mtime < 90
 
 
 SLOW = """
