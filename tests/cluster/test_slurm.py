@@ -19,7 +19,6 @@ from conftest import (
     ROOT,
     Job,
     each,
-    full,
     last_result,
     load,
     rows,
@@ -83,7 +82,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", [s if s == "a task per node" else full(s) for s in SHAPES])
+@pytest.mark.parametrize(
+    "shape", each(SHAPES, ["a task per node"], by_hand=["that starts two processes"])
+)
 def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_path):
     """A task, or a process that a task has started; to the end of distributed.py's two processes.
 

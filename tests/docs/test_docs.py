@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import PYTHON, ROOT, Job, last_result, needs_horovod, run
+from conftest import PYTHON, ROOT, Job, last_result, needs_horovod, run, soak
 from PIL import Image
 from torch.distributed.run import get_args_parser
 from torchvision.datasets import imagenet
@@ -304,9 +304,35 @@ def test_how_long_a_run_waited_for_images(clone, trained):
 EXAMPLES = [e for e in re.findall(r"^#   (\w+=.*?)  ", read("start.sh"), re.M) if "slurm" not in e]
 
 
+# Stands for a program: it says how it was called. What start.sh asks of its Python it answers.
+STUB = """#!/bin/sh
+[ "$1" = -c ] && echo 0 || echo "called: ${0##*/} $*"
+"""
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_what_start_calls(name, tmp_path):
+    """What the documents say. That its strategy then trains, run/test_training.py shows."""
+    for program in ("python", "torchrun", "horovodrun"):
+        (tmp_path / program).write_text(STUB)
+        (tmp_path / program).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NGPU": "4"}
+    output = run(["./start.sh", name, "--epochs", 2], ROOT, env=env)
+    command = f"{STARTED[name]}{' --nprocs=4' if name == 'multiprocessing' else ''} --epochs 2"
+    assert f"+ {command}\n" in output and f"called: {command}\n" in output
+
+
+# The others, in all, by hand.
+TRAINED = ["./start.sh launch", "./start.sh multiprocessing", *EXAMPLES[-1:]]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "line", [f"./start.sh {name}" for name in STARTED if name != "distributed"] + EXAMPLES
+    "line",
+    [
+        line if line in TRAINED else soak(line)
+        for line in [*(f"./start.sh {n}" for n in STARTED if n != "distributed"), *EXAMPLES]
+    ],
 )
 def test_start(line, clone, tmp_path):
     """What start.sh runs is what the documents say; two processes are the default."""
@@ -332,10 +358,13 @@ def test_start_horovod_without_it_says_what_to_do(clone, tmp_path):
     assert output == "error: needs Horovod: run tools/install_horovod.sh\n"
 
 
-@pytest.mark.full
-def test_start_runs_the_tests(clone):
+def test_commands_of_the_tests_name_files():
     for command in matching(r"\./start\.sh test .*"):
         assert all((ROOT / path).exists() for path in re.findall(r"tests/\S+", command)), command
+
+
+@pytest.mark.soak  # so does CI, with all tests
+def test_start_runs_the_tests(clone):
     words = "-n 1 -q tests/docs/test_diffs.py -k lint".split()
     output = run(["./start.sh", "test", *words], clone, env=ACTIVE, timeout=600)
     assert " passed" in output and "failed" not in output
@@ -379,7 +408,7 @@ def test_generators_change_nothing(clone, generated):
     assert {path: (clone / path).read_text() for path in generated} == generated
 
 
-@pytest.mark.full
+@pytest.mark.soak  # a tool of those who keep the project
 def test_versions_of_torch(clone, tmp_path):
     """The tool itself, in this environment; that pip installs others is not tried here."""
     version, python = torch.__version__.partition("+")[0], platform.python_version()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import PYTHON, ROOT, run
+from conftest import PYTHON, ROOT, run, soak
 
 from doctor import launch
 from tests.docs.copies import USER
@@ -209,7 +209,7 @@ def main():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize("module", [False, soak(True)])
 def test_a_script_that_starts_its_processes_in_another_file(module, tmp_path):
     """It is started again, without a launcher. As a file, and as a module."""
     (tmp_path / "package").mkdir()

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, soak
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -79,7 +79,7 @@ def alone(script, weights):
     return losses, gradients
 
 
-@pytest.mark.parametrize("lora, ranks", [(0, 2), (0, 3), (4, 3), (4, 4)])
+@pytest.mark.parametrize("lora, ranks", [(0, 2), soak(0, 3), (4, 3), soak(4, 4)])
 def test_trains_as_one_process(lora, ranks, tmp_path):
     """Losses of 8 steps, and the gradients of the first; parts of a weight may be unlike."""
     script = copy(tmp_path, lora, 1)

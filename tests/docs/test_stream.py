@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import ONE_THREAD, ROOT, run
+from conftest import ONE_THREAD, ROOT, run, soak
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -18,7 +18,7 @@ from minimal import stream
 from tests.docs.copies import USER, commands_of, edited, equal, patched, validation_set
 from tests.docs.ranks import good, run_ranks
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 IMAGES = torch.tensor(load_digits().images, dtype=torch.float32).flatten(1) / 16
 NUMBER = {tuple(image.tolist()): i for i, image in enumerate(IMAGES)}
 TRAIN = [i for i in range(1797) if i % 5 < 4]
@@ -110,7 +110,7 @@ def trained(tmp_path_factory):
     return once
 
 
-@pytest.mark.parametrize("ranks, by_torchrun", [(2, True), (3, False), (4, False)])
+@pytest.mark.parametrize("ranks, by_torchrun", [(2, True), (3, False), soak(4, False)])
 def test_trains_as_one_process(ranks, by_torchrun, trained):
     """Losses of all steps, gradients of the first; the images of each step are the same."""
     found, one = trained(ranks, by_torchrun=by_torchrun), trained(1)
@@ -153,7 +153,7 @@ def killed_and_resumed(folder, ranks, then, *edits, diff=None):
 
 
 @pytest.mark.parametrize(
-    "ranks, then, workers", [(2, 2, 2), (2, 3, 2), (3, 2, 3), (4, 1, 0), (1, 4, 2)]
+    "ranks, then, workers", [(2, 2, 2), (2, 3, 2), soak(3, 2, 3), (4, 1, 0), soak(1, 4, 2)]
 )
 def test_killed_and_resumed(ranks, then, workers, trained, tmp_path):
     """Each image once; with the same number to the bit as without a stop."""
