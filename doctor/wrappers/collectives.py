@@ -1,8 +1,10 @@
 """Collectives and messages: who calls which, with what; what backward() sees of them."""
 
+import sys
+
 import torch.distributed as dist
 
-from ..events import MESSAGES, RECORD, note, total, users_line
+from ..events import HERE, MESSAGES, RECORD, is_users, note, total, users_line
 from . import wrap
 from .optimizers import is_gradient
 from .sets import loop_over_a_set
@@ -55,7 +57,7 @@ def wrap_collective(torch, name):
         if tensor is None:
             return
         line = users_line()
-        if kwargs.get("async_op") and work is not None and len(PENDING) < 1000:
+        if kwargs.get("async_op") and work is not None and len(PENDING) < 1000 and is_users_call():
             PENDING[tensor.data_ptr()] = line, work
         # Its graph does not know of it. An autograd.Function, where that is off, has its own way.
         in_place = name in IN_PLACE and getattr(tensor, "grad_fn", None) is not None
@@ -63,6 +65,14 @@ def wrap_collective(torch, name):
             tensor.register_hook(lambda gradient: arrived(gradient, line))
 
     wrap(dist, name, before, after, waits=name)
+
+
+def is_users_call():
+    """Whether the user's code has called, not a library, which may wait in ways of its own."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(HERE):
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
 
 
 def is_group(x):
