@@ -39,7 +39,7 @@ def step(torch, optimizer, *_):
         return
     stepping.add(optimizer)
     optimizer.doctors_steps = getattr(optimizer, "doctors_steps", 0) + 1
-    looks = optimizer.doctors_steps <= 50 or optimizer.doctors_steps % 50 == 0  # it takes time
+    looks = is_looked_at(optimizer.doctors_steps)
     if looks:
         validated.clear()  # each is noted anew: this step may have changed it
     weights = [w for group in optimizer.param_groups for w in group["params"]]
@@ -61,6 +61,11 @@ def step(torch, optimizer, *_):
         squares=squares(torch, weights) if optimizer.doctors_steps <= 3 else None,
     )
     gradients.clear()
+
+
+def is_looked_at(step):
+    """Sums of all weights take time: they are made at first in each step, then more rarely."""
+    return step <= 20 or step % (5 if step <= 50 else 50) == 0
 
 
 def squares(torch, weights):
