@@ -43,7 +43,10 @@ def tell(sight):
         line = f"{one.line}  " if one.line else ""
         print(f" {line}{on_screen(one.text)}  → {page(one.place)}")
     if any(one.line and one.hangs for one in found):
-        text = say("more is seen from the start: {command}, in a copy of the folder", command=RERUN)
+        text = say(
+            "why it came so is seen from the start: {command}, in a copy of the folder",
+            command=RERUN,
+        )
         print(f" {on_screen(text)}")
     if any(one.mistake for one in found):
         return 1

@@ -134,9 +134,13 @@ def standing(run):
 
 @judge("run", "rank-0-prepares-for-longer-than-the-timeout", certain=False)
 def one_prepares(run):
-    """A hint, for it may be done in time."""
+    """A hint, for it may be done in time; not where it waits for a batch that another has not."""
     last, waiting, said = standing(run)
     if waiting and any(event["kind"] == "stands" and event not in waiting for event in last):
+        trains = any(event["where"] in (FORWARD, "backward") for event in waiting)
+        if run.stopped and trains and more_batches(run):
+            place = "one-process-has-one-step-more"
+            return Finding(waiting[0]["line"], said, place, certain=True)
         text = say("{said}: will the timeout be longer?", said=said)
         return Finding(waiting[0]["line"], text)
 

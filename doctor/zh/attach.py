@@ -41,8 +41,8 @@ SENTENCES = {
     "1 rank of: {command}, in {folder}; looked at for {seconds:.0f} s": (
         "1 个 rank，命令：{command}，目录：{folder}；看了 {seconds:.0f} 秒"
     ),
-    "more is seen from the start: {command}, in a copy of the folder": (
-        "从头运行能看到更多：把目录复制一份，在里面运行 {command}"
+    "why it came so is seen from the start: {command}, in a copy of the folder": (
+        "为什么会这样，要从头看：把目录复制一份，在里面运行 {command}"
     ),
     "{name} is neither a process nor a file of --out": "{name} 既不是进程号，也不是 --out 写的文件",
     "these processes are of several jobs: give those of one": (

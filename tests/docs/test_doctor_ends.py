@@ -150,6 +150,28 @@ print("came through")
 
 
 @pytest.mark.full
+def test_a_file_that_is_written_after_a_longer_loop(tmp_path):
+    """Rank 0 has a batch more, and rank 1 asks for what rank 0 writes after it."""
+    text = """net = torch.nn.Linear(1, 1)
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for x in torch.utils.data.DataLoader(torch.ones(5 - rank, 1)):
+    model(x).sum().backward()
+    optimizer.step()
+if rank == 0:
+    open("done", "w").close()
+while not os.path.exists("done"):
+    time.sleep(0.1)
+"""
+    output = forked(tmp_path, text, code=1)
+    said = rf" {line(text, 'backward')}  rank 0 waits in backward at .*, rank 1 is at .*"
+    assert re.search(rf"^{said} → docs/bugs\.md#one-process-has-one-step-more$", output, re.M), (
+        output
+    )
+    assert "mistakes: 1" in output and "will the timeout be longer" not in output, output
+
+
+@pytest.mark.full
 def test_who_ended_a_wait_without_end_is_said(tmp_path):
     text = """if rank == 0:
     time.sleep(1000)
