@@ -6,6 +6,7 @@ again and told that there is one (RECORD.gpus, see plan.py).
 """
 
 import atexit
+import collections
 import functools
 import inspect
 import os
@@ -94,7 +95,7 @@ def stand_in(torch):
         "get_device_properties": known,
         "mem_get_info": (BYTES, BYTES),
         "memory_summary": NAME,
-        "memory_stats": {},
+        "memory_stats": collections.Counter(),  # each of its many numbers is 0
         "is_bf16_supported": True,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": [],

@@ -375,6 +375,7 @@ with torch.cuda.device(rank):
     torch.set_default_device("cuda")
     torch.compile(torch.nn.Linear(4, 1), backend="eager")(x)
     torch.cuda.memory._record_memory_history()
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
     assert torch.accelerator.current_device_index() == torch.cuda.initial_seed() == 0
     assert start.elapsed_time(stream.record_event()) == 0
 """
