@@ -315,7 +315,7 @@ def test_a_worker_that_reads_for_long_ends_with_its_process():
     """torch's own workers look for their parent between two batches only."""
     began = time.monotonic()
     assert Child(f"{START}list(start(1, Slow(range(40))))").wait() == (-signal.SIGKILL, "")
-    assert time.monotonic() - began < 100  # until the last of them has ended
+    assert time.monotonic() - began < 50  # until the last of them has ended
 
 
 FORKS = """
