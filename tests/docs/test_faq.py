@@ -337,6 +337,7 @@ def test_a_lambda_is_not_sent_to_a_worker(tmp_path):
     assert re.search("Can't (get|pickle) local object.*<lambda>", output), output
 
 
+@pytest.mark.full
 def test_workers_by_a_forkserver(tmp_path):
     """With the argument that the page names a composed script ends as it does without."""
     how = said('multiprocessing_context="forkserver').partition("=")[2]

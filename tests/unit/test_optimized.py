@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ONE_THREAD, PYTHON, ROOT, SMALL, full, run, without_launchers
+from conftest import ONE_THREAD, PYTHON, ROOT, SMALL, each, run, without_launchers
 
 SCRIPTS = [*sorted(path.name for path in ROOT.glob("*distributed*.py")), "dataparallel.py"]
 ROOMS = sorted(
@@ -22,7 +22,7 @@ def test_no_assert():
             assert not isinstance(node, ast.Assert), f"{name}:{node.lineno}"
 
 
-HELP = ["distributed.py", *(full(name) for name in SCRIPTS if name != "distributed.py")]
+HELP = each(SCRIPTS, ["distributed.py"], by_hand=[n for n in SCRIPTS if n != "distributed.py"])
 
 
 @pytest.mark.parametrize("name", [*HELP, "compose.py", "plot.py", "predict.py"])
