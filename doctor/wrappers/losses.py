@@ -15,7 +15,7 @@ def install(torch):
         reduction="mean",
         label_smoothing=0.0,
     ):
-        labels = not target.is_floating_point()
+        labels = not torch.compiler.is_compiling() and not target.is_floating_point()
         if labels and reduction == "mean" and torch.is_grad_enabled():
             kept = target[target != ignore_index]
             counted = kept.numel() if weight is None else weight[kept].sum().item()

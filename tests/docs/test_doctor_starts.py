@@ -390,6 +390,33 @@ def test_what_only_a_gpu_has_is_done_on_the_cpu(tmp_path):
         assert [event["line"] for event in process.of("names a gpu")] == [f"script.py:{line}"]
 
 
+COMPILED = """import torch
+import torch.distributed as dist
+
+
+class WithLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 3)
+
+    def forward(self, x, target):
+        return torch.nn.functional.cross_entropy(self.net(x), target)
+
+
+dist.init_process_group("gloo")
+net = torch.compile(WithLoss(), backend="aot_eager")
+net(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)).backward()
+"""
+
+
+def test_a_loss_inside_of_what_is_compiled(tmp_path):
+    """It is traced with tensors that hold no numbers: there is nothing to count."""
+    (tmp_path / "script.py").write_text(COMPILED)
+    runs, _, output = looked_at(tmp_path / "script.py")
+    for process in runs[0]:
+        assert process.end["error"] == "" and process.of("fault") == [], output
+
+
 # ---- In Chinese
 
 
