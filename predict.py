@@ -528,10 +528,10 @@ def aligned(table):
 def explain(s):
     """What the remedies would give for the last row."""
     yield "Linear: as many GPUs of which none waits."
-    if s.world > 1 and gains(s):
-        found = ", ".join(f"{name} {gain:+.0%}" for name, gain in gains(s))
+    found = gains(s) if s.world > 1 else []
+    if found:
         batch = f"{s.world * s.images * s.accumulate:,.0f}"
-        yield f"{layout(s)}: {found}."
+        yield f"{layout(s)}: {', '.join(f'{name} {gain:+.0%}' for name, gain in found)}."
         yield f"(More images a step change the training: now {batch}. Mind the learning rate.)"
 
 
@@ -681,8 +681,9 @@ def known_error(settings):
     asked = max(s.world for s in settings)
     nearest = min((row["world"] for row in alike), key=lambda world: abs(world - asked))
     most = max(row["world"] for row in alike)
-    errors = [row["error"] for row in alike if (row["world"] == most) == (nearest == most)]
-    worlds = {row["world"] for row in alike if (row["world"] == most) == (nearest == most)}
+    # The largest cluster is less well predicted: it, or all smaller ones.
+    alike = [row for row in alike if (row["world"] == most) == (nearest == most)]
+    errors, worlds = [row["error"] for row in alike], {row["world"] for row in alike}
     return (
         f"On {len(errors)} measured settings of these kinds the error of images/s was "
         f"{statistics.median(map(abs, errors)):.1%} (median), from {min(errors):+.1%} to "

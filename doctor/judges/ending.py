@@ -16,6 +16,12 @@ def more_batches(run):
     return any(uneven(row, run) and differ(row, "batches") for row in run.rounds("trained"))
 
 
+def read_more(run):
+    """Whether a process has read more batches than another one has in all."""
+    rows = [row for row in run.rounds("trained") if uneven(row, run)]
+    return any(max(p["read"] for p in row) > min(p["batches"] for p in row) for row in rows)
+
+
 @judge("run", "rank-0-stops-early", certain=True)
 def stops_early(run):
     """Certain where one failed for want of another, which has ended well."""
@@ -138,7 +144,7 @@ def one_prepares(run):
     last, waiting, said = standing(run)
     if waiting and any(event["kind"] == "stands" and event not in waiting for event in last):
         trains = any(event["where"] in (FORWARD, "backward") for event in waiting)
-        if run.stopped and trains and more_batches(run):
+        if run.stopped and trains and read_more(run):
             place = "one-process-has-one-step-more"
             return Finding(waiting[0]["line"], said, place, certain=True)
         text = say("{said}: will the timeout be longer?", said=said)

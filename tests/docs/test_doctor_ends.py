@@ -172,6 +172,25 @@ while not os.path.exists("done"):
 
 
 @pytest.mark.full
+def test_a_wait_is_no_mistake_where_all_make_as_many_steps(tmp_path):
+    """Rank 0 has a batch more, and leaves it out; then it waits for rank 1, which sleeps."""
+    text = """net = torch.nn.Linear(1, 1)
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for epoch in range(2):
+    for number, x in enumerate(torch.utils.data.DataLoader(torch.ones(5 - rank, 1))):
+        if number == 3:
+            break
+        model(x).sum().backward()
+        optimizer.step()
+    if rank == 1:
+        time.sleep(1000)
+"""
+    output = forked(tmp_path, text, code=3)
+    assert "mistakes: 0" in output and "will the timeout be longer" in output, output
+
+
+@pytest.mark.full
 def test_who_ended_a_wait_without_end_is_said(tmp_path):
     text = """if rank == 0:
     time.sleep(1000)

@@ -417,6 +417,25 @@ def test_a_loss_inside_of_what_is_compiled(tmp_path):
         assert process.end["error"] == "" and process.of("fault") == [], output
 
 
+JOINED = """import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+with Join([model]):
+    model(torch.ones(8, 4)).mean().backward()
+"""
+
+
+def test_what_a_library_does_not_wait_for(tmp_path):
+    """Join begins a collective for each forward pass, and has no need of its end."""
+    (tmp_path / "script.py").write_text(JOINED)
+    runs, _, output = looked_at(tmp_path / "script.py")
+    for process in runs[0]:
+        assert process.end["error"] == "" and process.of("unwaited") == [], output
+
+
 # ---- In Chinese
 
 

@@ -250,3 +250,10 @@ def test_a_record_of_another_kind_is_said():
     ranks = [Process([group], calls={"entries": [call]}) for _ in range(2)]
     (said,) = report.recorded(Run(ranks))
     assert said.startswith("torch's flight recorder could not be read: TypeError: ")
+
+
+def test_weights_are_looked_at_more_rarely_with_time():
+    from doctor.wrappers.optimizers import is_looked_at
+
+    looked = [step for step in range(1, 151) if is_looked_at(step)]
+    assert looked == [*range(1, 21), 25, 30, 35, 40, 45, 50, 100, 150]
