@@ -62,8 +62,12 @@ def lives(alive):
 
 
 def all_doctors_of(folder):
-    names = (name for name in os.listdir(folder) if name.startswith(ALIVE))
-    return [os.path.join(folder, name) for name in names]
+    """The files of all doctors of a run; none where another doctor has put it back meanwhile."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [os.path.join(folder, name) for name in names if name.startswith(ALIVE)]
 
 
 def doctors_of(folder):

@@ -152,12 +152,15 @@ def on_rename(process, old, new, old_fd=-1, new_fd=-1):
 
 
 def on_remove(process, path, dir_fd=-1):
-    process.on(Keeper.will_remove, named(path, dir_fd))
+    path = named(path, dir_fd)
+    process.recorder.loses(path)
+    process.on(Keeper.will_remove, path)
 
 
 def on_rmtree(process, path, dir_fd=None):
     path = named(path, -1 if dir_fd is None else dir_fd)
     if os.path.isdir(path) and not os.path.islink(path):
+        process.recorder.loses(path)
         process.on(Keeper.will_remove_tree, path)
 
 

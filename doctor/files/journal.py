@@ -96,6 +96,8 @@ class Journal:
         self.read_to = 0
         self.header = {}
         self.first = {}  # path: the entry that says what was there: keep, new, folder, shared
+        self.anew = set()  # folders that were there, were gone, and are made again
+        self.inodes = set()  # (device, inode) that the run may have open without this name
         self.older = []  # entries of kept files, of which somebody else wrote a newer one
         self.protected = set()  # (device, inode) of all files that are kept by a link
         self.facts = {}  # (device, inode): the facts of a file that was there
@@ -144,6 +146,10 @@ class Journal:
         elif do in ("new", "folder", "shared"):
             if self.first.get(path, {"do": "shared"})["do"] == "shared":
                 self.first[path] = entry
+        elif do == "anew":
+            self.anew.add(path)
+        elif do == "open":
+            self.inodes.add(tuple(entry["inode"]))
         elif do == "write":
             self.writing.setdefault(path, set()).add(entry["by"])
         elif do == "state":
@@ -168,13 +174,15 @@ class Journal:
             self.done = True
 
     def known(self, path):
-        """The entry of a path, or of the new folder that it lies in."""
+        """The entry of a path; "new" where it lies in a folder that the run has made."""
         if path in self.first:
             return self.first[path]
         for folder in parents(path):
-            entry = self.first.get(folder)
-            if entry:
-                return entry if entry["do"] == "new" else None
+            do = self.first.get(folder, {}).get("do")
+            if do in ("new", "keep") or folder in self.anew:  # keep: it was a file
+                return {"do": "new", "path": folder}
+            if do == "shared":
+                return None
         return None
 
     def open_by_us(self, path):
@@ -188,10 +196,12 @@ class Journal:
 
     def open_elsewhere(self, info):
         """Whether a process of the run may be writing it by another of its names."""
-        if info.st_nlink == 1:
-            return False
+        inode = (info.st_dev, info.st_ino)
+        return inode in self.inodes or (info.st_nlink > 1 and inode in self.open_inodes())
+
+    def open_inodes(self):
         names = (seen(path) for path, by in self.writing.items() if by)
-        return any(one and os.path.samestat(one, info) for one in names)
+        return {(info.st_dev, info.st_ino) for info in names if info}
 
     def beside(self, work):
         """Whether the run began in this folder, one in it, or one above it."""

@@ -67,10 +67,16 @@ class Keeper:
     def will_make(self, path, *more):
         """A name that is not there yet: a file, a folder, a link."""
         if not seen(path):
-            entries = []
-            if not self.journal.known(path):
-                entries = [*self.of_folder(up(path)), self.first(path, {"do": "new"})]
-            self.journal.append(*entries, *more)
+            self.journal.append(*self.made(path), *more)
+
+    def made(self, path):
+        """Entries of a name that is not there."""
+        known = self.journal.known(path)
+        if not known:
+            yield from self.of_folder(up(path))
+            yield self.first(path, {"do": "new"})
+        elif known["do"] == "folder" and path not in self.journal.anew:
+            yield {"do": "anew", "path": path}
 
     def will_link(self, old, new):
         """A second name: the inode must not be written by either."""
@@ -90,6 +96,7 @@ class Keeper:
         if info and stat.S_ISDIR(info.st_mode):
             self.journal.append(*self.of_folder(path), *self.of_folder(up(path)))
         elif info:
+            self.journal.append(*self.has_other_names(path, info))
             self.keep(path, info)
 
     def will_remove_tree(self, path):
@@ -102,14 +109,16 @@ class Keeper:
         if not info:
             return
         self.will_remove(new)
-        entries = [] if there else [self.first(new, {"do": "new"}), *self.of_folder(up(new))]
+        entries = [] if there else [*self.made(new)]
         if not stat.S_ISDIR(info.st_mode):
             self.will_remove(old)
             self.journal.append(*entries, *self.moved(old, new, info))
             return
         for path, inside in walk(old):
             target = new + path[len(old) :]
-            if not self.journal.known(target):
+            if seen(target) and path != old:
+                return  # a folder that is not empty: it will fail
+            if path != old and not self.journal.known(target):
                 entries.append({"do": "new", "path": target})
             if not stat.S_ISDIR(inside.st_mode):
                 entries += self.moved(path, target, inside)
@@ -217,8 +226,13 @@ class Keeper:
             if stat.S_ISDIR(info.st_mode):
                 entries += self.of_folder(path)
                 continue
-            entries.append(self.entry_for(path, info))
+            entries += [*self.has_other_names(path, info), self.entry_for(path, info)]
         return filter(None, entries)
+
+    def has_other_names(self, path, info):
+        """The run's own, perhaps still open, loses this name: it is the run's by the others."""
+        if info.st_nlink > 1 and self.own(path, info) and self.journal.open_by_us(path):
+            yield {"do": "open", "inode": [info.st_dev, info.st_ino]}
 
     def moved(self, old, new, info):
         """What is known of the run's own file goes with it to its new name."""

@@ -48,9 +48,14 @@ class Recorder:
         """A file or folder gets another name: what is closed is noted before."""
         here = [path for path in self.written if inside(path, old)]
         self.note(here)
+        self.loses(new)
         for path in here:
             if self.written.pop(path, None):  # still open
                 self.writes(new + path[len(old) :])
+
+    def loses(self, path):
+        """A file or folder is removed: what is closed is noted before, it may have other names."""
+        self.note([one for one in self.written if inside(one, path)])
 
     def last(self):
         """At the end of the process. What is still open then is not noted as closed."""

@@ -39,8 +39,14 @@ class Restore:
         self.put, self.removed, self.kept_new, self.cached = set(), [], [], []
         self.left = []  # (path, why, where the older one lies or None)
         self.handed = set()  # paths that another run will put back
+        self.named = {}  # (device, inode) of files with several names: whether they are the run's
 
     def do(self):
+        journal = self.journal
+        for folder in journal.anew:
+            for path, _ in walk(folder):
+                journal.first.setdefault(path, {"do": "new", "path": path})
+        self.look_at_names()
         for path in [*self.journal.first]:
             self.hand_over(path)
         entries = {p: e for p, e in self.journal.first.items() if p not in self.handed}
@@ -78,8 +84,18 @@ class Restore:
 
     # ---- whose is it
 
+    def look_at_names(self):
+        """Whose they are, before the first name goes: it may be the one that tells."""
+        for top, entry in self.journal.first.items():
+            for path, info in walk(top) if entry["do"] in ("keep", "new") else ():
+                if info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode):
+                    inode = (info.st_dev, info.st_ino)
+                    self.named[inode] = self.named.get(inode) or self.ours(path, info)
+
     def ours(self, path, info):
         """Whether the run has written what is there now."""
+        if self.named.get((info.st_dev, info.st_ino)):
+            return True
         journals = [self.journal, *self.others]
         if any((info.st_dev, info.st_ino) in journal.protected for journal in journals):
             return True
@@ -289,6 +305,8 @@ def depth(path):
 def put_back(journal, keep_new=False, limit=None):
     """A Restore that was done, or None: another has done it, or the last doctor will do it."""
     with locked(journal.root):
-        if journal.refresh().done or doctors_of(journal.folder):
+        if not os.path.exists(journal.folder) or journal.refresh().done:
+            return None
+        if doctors_of(journal.folder):
             return None
         return Restore(journal, keep_new, limit).do()

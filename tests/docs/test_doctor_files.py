@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 from conftest import HEAR_SIGNALS, ROOT, full
 
+from doctor.files import doctors, journal, restore
+
 PLAYER = f"""
 import subprocess, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -177,6 +179,26 @@ WAYS = {
                 shutil.rmtree("last")
             os.rename("ckpt", "last"); os.rename("tmp", "ckpt")""",
     "a folder onto a file": 'os.remove("a"); os.makedirs("a/b/c"); open("a/b/c/d", "w")',
+    "a program's folder onto a file": """
+        os.remove("a"); subprocess.run(["cp", "-r", "runs", "a"]); open("a/best.pth", "w")
+        os.remove("c"); subprocess.run(["mv", "ckpt/deep", "c"]); shutil.move("text.json", "c")""",
+    "a folder made anew": """
+        os.mkdir("tmp"); open("tmp/n", "w").write("new"); shutil.rmtree("ckpt")
+        subprocess.run(["cp", "-r", "tmp", "ckpt"]); open("ckpt/n", "a").write("x")
+        shutil.rmtree("runs"); os.rename("tmp", "runs"); os.mkdir("runs/deep")
+        os.rmdir("empty"); os.makedirs("empty/deep"); open("empty/deep/n", "w")""",
+    "names of one file": """
+        f, g, h = open("n", "w"), open("b", "w"), open("log", "w")
+        for old, new in (("n", "a"), ("b", "c"), ("log", "lone")):
+            open(new, "w").close(); os.remove(new); os.link(old, new)
+        time.sleep(1.7); f.write("new"); f.flush(); g.write("new"); g.close(); os.remove("b")
+        h.write("new"); h.flush(); os.remove("log"); h.write("newer"); h.flush()""",
+    "a rename that fails": """
+        os.mkdir("tmp"); open("tmp/one", "w").write("new"); open("tmp/n", "w").write("new")
+        try:
+            os.rename("tmp", "ckpt")
+        except OSError:
+            shutil.rmtree("ckpt"); os.rename("tmp", "ckpt")""",
     "a file onto a folder": 'shutil.rmtree("ckpt"); open("ckpt", "w").write("new")',
     "hard link": 'open("hard", "a").write("new"); open("hard2", "w").write("newer")',
     "new hard link": 'os.link("a", "a3"); open("a3", "w").write("new")',
@@ -255,7 +277,8 @@ def script_of(way):
 
 # Those that people's scripts do most; the others need --all.
 USUAL = """w|append|x|json|copyfile|replace|rename|rmtree|folder moved|rotation|hard link
-through a link|sqlite|rm|cp|python|workers|output of a program|dies"""
+a rename that fails|a folder made anew|names of one file|through a link|sqlite|rm|cp|python|workers
+output of a program|dies"""
 USUAL = USUAL.replace("\n", "|").split("|")
 
 
@@ -720,6 +743,12 @@ def test_killed_while_it_puts_back(place):
     place.assert_unchanged(said)
 
 
+def test_another_doctor_has_put_it_back(tmp_path):
+    """While this one was about to look: its folder is gone."""
+    gone = journal.Journal(os.fsencode(tmp_path / "gone"))
+    assert restore.put_back(gone) is None and not doctors.doctors_of(gone.folder)
+
+
 def test_a_cut_line_of_the_journal(place):
     job, _ = started(place)
     kill_both(job)
@@ -808,7 +837,7 @@ WILD = (
 import random, sqlite3
 NAMES = ["a", "b", "c", "hard", "hard2", "lone", "text.json", "log", "link", "dangling", "ckpt",
          "ckpt/one", "ckpt/deep", "ckpt/deep/two", "runs", "runs/best.pth", "empty", "n", "ckpt/n",
-         "out", "out/n", "out/deep", "out/deep/n", "empty/n"]
+         "out", "out/n", "out/deep", "out/deep/n", "empty/n", "out/one", "runs/one", "out/deep/two"]
 def write(p, q): open(p, random.choice(["w", "a", "r+", "w+", "x"])).write("new" * 1000)
 def save(p, q): open(p + ".tmp", "wb").write(b"new"); os.replace(p + ".tmp", p)
 def held(p, q): HELD.append(open(p, "a")); HELD[-1].write("new"); HELD[-1].flush()
