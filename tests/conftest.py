@@ -176,7 +176,7 @@ class Job:
         if late:
             pytest.fail(f"{self.process.args} took more than {timeout} s:\n{output}")
         self.process.wait(20)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while self.pids() and time.monotonic() < deadline:
             time.sleep(0.1)
         left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in self.pids()]

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 from . import places, ranks, source
 
 LOOKS = 4  # a rank that works may be found at one line twice
+SWITCHES = 2  # of a thread between two looks: it was awake; the look before may wake it once
 BUSY = 0.05  # of a core: it computes; a busy machine may give it little
 
 
@@ -69,6 +71,7 @@ class Look:
     def __init__(self, pid, nonblocking=False):
         self.error, self.thread, self.stack, self.sum = "", None, [], ""
         self.cpu, self.at = cpu(pid), time.monotonic()
+        self.before = self.after = switches(pid)
         if state(pid) == "T":  # py-spy cannot read it then
             self.error = STOPPED
             return
@@ -76,6 +79,7 @@ class Look:
             self.thread = main_thread(dump(pid, nonblocking))
         except Refused as error:
             self.error = str(error) if state(pid) not in ("", "Z") else ENDED
+        self.after = switches(pid)
         self.stack = frames(self.thread) if self.thread else []
         self.sum = hashlib.sha256(json.dumps(self.what_changes()).encode()).hexdigest()
 
@@ -108,6 +112,23 @@ def cpu(pid):
     return 0.0
 
 
+def switches(pid):
+    """{thread: how often it has given up its core, or was taken from it}"""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            counts = re.findall(r"ctxt_switches:\s*(\d+)", ranks.read(pid, f"task/{thread}/status"))
+            found[int(thread)] = sum(map(int, counts))
+    return found
+
+
+def was_awake(looks):
+    """Whether the thread slept anew between two looks. One that hangs in torch's call sleeps on."""
+    thread = (looks[-1].thread or {}).get("os_thread_id")
+    gaps = [b.before.get(thread, 0) - a.after.get(thread, 0) for a, b in pairwise(looks)]
+    return max(gaps, default=0) > SWITCHES
+
+
 def looks_at(pids, seconds, nonblocking=False):
     """{pid: [Look]}, LOOKS of each, spread over so many seconds."""
     found = {pid: [] for pid in pids}
@@ -138,6 +159,8 @@ def seen(rank, looks, found):
     seconds = max(last.at - looks[0].at, 0.1)
     busy = (last.cpu - looks[0].cpu) / seconds
     moved = len({one.sum for one in looks}) > 1
+    if kind in places.SLEEPS and not gpu and "horovod" not in places.outermost(stack)[0]:
+        moved |= was_awake(looks)  # each time at one line: a loop at the top of a script
     # With a GPU a rank that waits keeps its core busy, too.
     works = moved or (busy > BUSY and not gpu)
     known |= {"state": "works" if works else "stands", "kind": kind, "words": words}

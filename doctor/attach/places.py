@@ -16,6 +16,8 @@ _default_broadcast_coalesced _check_sync_bufs_pre_fwd""".split()
 STARTS = "_verify_param_shape_across_processes _sync_module_states _verify_params_across_processes"
 # Kinds in which a rank waits for other ranks.
 WAITS = {"collective", "message", "forward", "backward", "wrap", "join", "group", "leave", "gpu"}
+# Of these, those in which torch lets the thread sleep until all has come (Horovod's asks again).
+SLEEPS = {"collective", "message", "forward", "backward", "wrap"}
 # (end of the file, functions or None for all, kind, in words; {} is the function)
 PLACES = [
     ("torch/distributed/distributed_c10d.py", COLLECTIVES, "collective", "{}"),

@@ -134,6 +134,16 @@ def they_wait_for_one_that_works(sight):
     if not busy:
         return None
     known = {"they_work": they(busy, "works"), "line": at(busy[-1])}
+    if not left:
+        others = sight.that("stands")
+        text = say("{they_work} (last seen at {line}): no hang by now", **known)
+        if others:
+            text = say(
+                "{they_work} (last seen at {line}), and {others}: no hang by now",
+                **known,
+                others=where(others),
+            )
+        return Finding(text, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
     text = say(
         "{they_work} (last seen at {line}), {others_wait} for it: no hang by now. "
         "Look again, with --seconds 60",

@@ -20,7 +20,8 @@ def tell(sight):
     """
     seconds = max((one.get("seconds", 0) for one in sight.ranks), default=0)
     folders = {one.get("folder", "") for one in sight.ranks} - {""}
-    known = {"command": sight.command[:100], "folder": listed(sorted(folders)), "seconds": seconds}
+    known = {"command": short(sight.command, folders), "folder": listed(sorted(folders))}
+    known["seconds"] = seconds
     if len(sight.ranks) > 1:
         text = say(
             "{count} ranks of: {command}, in {folder}; looked at for {seconds:.0f} s",
@@ -53,6 +54,13 @@ def tell(sight):
     if any(one.hangs for one in found):
         return 3
     return 2 if sight.that("unread") else 0
+
+
+def short(command, folders):
+    """It is told beside the folders in which it runs: their names are left out of it."""
+    for folder in folders:
+        command = command.replace(f" {folder}/", " ") if folder else command
+    return command if len(command) <= 100 else f"{command[:97]}..."
 
 
 def row(numbers, said):
@@ -136,14 +144,15 @@ def jobs(found):
         pids += ", ..." if len(job.ranks) > 4 else ""
         said.append(f"python doctor --attach {job.ranks[0].pid}")
         ranks_of = names(rank.rank for rank in job.ranks)
+        folder = source.folder_of(job.ranks[0].pid)
         said.append(
             say(
                 "  {ranks}, pids {pids}, since {time}: {command}, in {folder}",
                 ranks=ranks_of,
                 pids=pids,
                 time=time.strftime("%H:%M", time.localtime(source.began(job.ranks[0].pid))),
-                command=job.command[:100],
-                folder=source.folder_of(job.ranks[0].pid),
+                command=short(job.command, [folder]),
+                folder=folder,
             )
         )
     return listed(said, "\n ", "\n ")

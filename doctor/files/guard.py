@@ -62,9 +62,7 @@ class Run:
             self.is_done = True
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.mark)
-            if not doctors.doctors_of(self.journal.folder):  # those of one that was killed
-                outlived += end_processes(doctors.all_doctors_of(self.journal.folder))
-            done = restore.put_back(self.journal, keep)
+            done = restore.put_back(self.journal, end_processes, keep)
             if not done:
                 return [
                     words.say("another doctor is at work here: it puts back what both have touched")
@@ -75,6 +73,7 @@ class Run:
                     self.before, inventory.inventory(self.folder, self.journal.root)
                 )
             lines = tell.lines(done, self.folder, unseen)
+        outlived = sorted({*outlived, *done.outlived})
         if outlived:
             pids = words.listed(outlived)
             lines.append(words.say("could not be ended: processes {pids}", pids=pids))
@@ -97,11 +96,8 @@ def restore_dead():
         doctors.sweep(root)
     with signals_blocked():
         for one in [*journal.runs(root)]:
-            if not doctors.doctors_of(one.folder):
-                end_processes(doctors.all_doctors_of(one.folder))
-                done = restore.put_back(one, limit=doctors.last_beat(one))
-                if not done:
-                    continue
+            done = restore.put_back(one, end_processes, limit=doctors.last_beat(one))
+            if done:
                 lines.append(words.say("an earlier run of the doctor was killed"))
                 lines += tell.lines(done, os.getcwdb(), earlier=True)
     return lines

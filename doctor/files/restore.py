@@ -11,7 +11,7 @@ import stat
 
 from ..words import say
 from .disk import copy, up, walk
-from .doctors import doctors_of, sweep
+from .doctors import all_doctors_of, doctors_of, sweep
 from .journal import (
     ATIME,
     DEV,
@@ -39,6 +39,7 @@ class Restore:
         self.put, self.removed, self.kept_new, self.cached = set(), [], [], []
         self.left = []  # (path, why, where the older one lies or None)
         self.handed = set()  # paths that another run will put back
+        self.outlived = []  # processes of the run that could not be ended
         self.named = {}  # (device, inode) of files with several names: whether they are the run's
 
     def do(self):
@@ -302,11 +303,18 @@ def depth(path):
     return -path.count(b"/"), path
 
 
-def put_back(journal, keep_new=False, limit=None):
-    """A Restore that was done, or None: another has done it, or the last doctor will do it."""
+def put_back(journal, end_processes, keep_new=False, limit=None):
+    """A Restore that was done, or None: another has done it, or the last doctor will do it.
+
+    end_processes: it ends those of these doctors' runs, and returns those that do not die. Nobody
+    may write any more, also not for a doctor that was killed just now.
+    """
     with locked(journal.root):
         if not os.path.exists(journal.folder) or journal.refresh().done:
             return None
         if doctors_of(journal.folder):
             return None
-        return Restore(journal, keep_new, limit).do()
+        outlived = end_processes(all_doctors_of(journal.folder))
+        done = Restore(journal, keep_new, limit)
+        done.outlived += outlived
+        return done.do()

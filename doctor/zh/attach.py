@@ -108,6 +108,12 @@ SENTENCES = {
     "--seconds 60": (
         "{they_work}（最后一次看到时在 {line}），{others_wait}它：目前没有卡死。请用 --seconds 60 再看一次"
     ),
+    "{they_work} (last seen at {line}): no hang by now": (
+        "{they_work}（最后一次看到时在 {line}）：目前没有卡死"
+    ),
+    "{they_work} (last seen at {line}), and {others}: no hang by now": (
+        "{they_work}（最后一次看到时在 {line}），{others}：目前没有卡死"
+    ),
     "{text}, {ranks} under `{condition}`": "{text}。{ranks} 在 `{condition}` 下面",
     "{they_read} data in most looks ({line}), {others_wait}: a slow loader": (
         "几次查看里，多数时候 {they_read}数据（{line}），{others_wait}：DataLoader 太慢"

@@ -76,6 +76,7 @@ def test_says_what_to_do_without_horovod(work, tmp_path, init):
 def test_a_horovod_for_cpus_beside_a_gpu(work):
     """The GPU is made up: this proves that it is said, and before Horovod would abort."""
     fake = "import torch; torch.cuda.device_count = lambda: 1; torch.cuda.set_device = print; "
+    fake += "torch.cuda.get_device_capability = lambda: (8, 0); "
     fake += "import horovod_distributed; horovod_distributed.main()"
     output = run([PYTHON, "-c", fake], work, env=IN_ROOT, code=2)
     assert "\nerror: this Horovod knows no GPUs: install nvcc, then Horovod again\n" in output

@@ -264,7 +264,7 @@ LEARNS = (
     model(torch.rand(4, 3)).sum().backward()
     optimizer.step()
     if rank == 1 and not os.path.exists("looked"):
-        time.sleep(0.05)  # it works less than it waits
+        time.sleep(0.1)  # it computes nothing that is worth a name: each look is like the last
 torch.save(net.state_dict(), f"net{rank}.pth")
 dist.barrier()
 """
@@ -288,6 +288,14 @@ def test_a_job_that_is_looked_at_ends_with_the_same_weights(tmp_path):
     for rank in (0, 1):
         one, other = (torch.load(tmp_path / n / f"net{rank}.pth") for n in ("alone", "seen"))
         assert equal(one, other)
+
+
+def test_a_rank_that_sleeps_while_the_others_go_on(tmp_path):
+    text = "if rank == 1:\n    time.sleep(600)\nwhile True:\n    sum(range(10**5))\n"
+    with job(tmp_path, text) as ranks:
+        output = attach("--seconds", 1, ranks[0].pid, code=0)
+    said = found(output)[1]
+    assert re.fullmatch(r"rank 0 works \(.*\), and rank 1 is \(train.py:\d+\): no hang.*", said)
 
 
 def test_a_wait_for_a_rank_that_computes_is_no_hang(tmp_path):

@@ -746,7 +746,7 @@ def test_killed_while_it_puts_back(place):
 def test_another_doctor_has_put_it_back(tmp_path):
     """While this one was about to look: its folder is gone."""
     gone = journal.Journal(os.fsencode(tmp_path / "gone"))
-    assert restore.put_back(gone) is None and not doctors.doctors_of(gone.folder)
+    assert restore.put_back(gone, list) is None and not doctors.doctors_of(gone.folder)
 
 
 def test_a_cut_line_of_the_journal(place):
