@@ -6,6 +6,7 @@ hook.py      sees what a process of the run is about to do; programs.py (with sh
              writers.py see what Python's audit events do not tell; record.py: when a file was
              closed; site/ starts it
 restore.py   puts back; tell.py: says so; inventory.py: what nobody saw
+whose.py     whose a file is: the run's, another run's, somebody else's
 doctors.py   which doctors live
 guard.py     ends all processes and puts back, however the doctor ends
 

@@ -15,7 +15,8 @@ import stat
 import time
 
 from .disk import copy, on, same_facts, up, walk, writable
-from .journal import HIDDEN, INO, Journal, below, facts, parents, seen, state
+from .journal import HIDDEN, INO, below, facts, parents, seen, state
+from .whose import Others
 
 
 class Keeper:
@@ -23,21 +24,14 @@ class Keeper:
 
     def __init__(self, journal):
         self.journal = journal
-        self.others = {}  # folder: the journal of another run that is not put back
+        self.others = Others(journal)
         self.places = {}  # folder of a file: where its links can lie
         self.count = 0
 
     def refresh(self):
         """Read what was added to the journals. Call it first."""
         self.journal.refresh()
-        names = {os.path.join(self.journal.root, n) for n in os.listdir(self.journal.root)}
-        for gone in self.others.keys() - names:
-            del self.others[gone]
-        for folder in names - self.others.keys() - {self.journal.folder}:
-            if os.path.exists(os.path.join(folder, b"journal")):
-                self.others[folder] = Journal(folder)
-        for other in self.others.values():
-            other.refresh()
+        self.others.refresh()
 
     # ---- what the run is about to do
 
@@ -52,7 +46,7 @@ class Keeper:
             return
         if not writable(path):
             return  # it cannot be opened so
-        breaks = self.is_protected(info)
+        breaks = self.others.is_protected(info)
         if self.keep(path, info, writes=True):
             breaks = True
         self.writes([path], by)
@@ -135,7 +129,7 @@ class Keeper:
             self.journal.append({"do": "meta", "path": path, "facts": facts(info)}, sync=True)
 
     def own(self, path, info):
-        return bool(self.journal.known(path)) and not self.is_protected(info)
+        return bool(self.journal.known(path)) and not self.others.is_protected(info)
 
     def closed(self, paths, by):
         """Note the state of files that a process of the run has written and closed."""
@@ -143,7 +137,7 @@ class Keeper:
         for path in paths:
             info = seen(path)
             written = path in self.journal.writing and self.journal.known(path)
-            if not written or (info and self.is_protected(info)):
+            if not written or (info and self.others.is_protected(info)):
                 continue  # no bytes of ours: its mode was changed, or it was moved here
             now = [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns] if info else None
             entries.append({"do": "state", "path": path, "state": now, "by": by})
@@ -162,12 +156,12 @@ class Keeper:
 
     def entry_for(self, path, info, writes=False):
         """What is noted of a file or link before it is touched; None if the run has made it."""
-        entry = self.journal.first.get(path)
-        if self.journal.known(path) and not self.changed_by_others(path, info, entry):
+        if self.journal.known(path) and not self.others.have_changed(path, info):
             return None
-        if not entry and state(info) in self.journal.states and not self.is_protected(info):
+        entry, protected = self.journal.first.get(path), self.others.is_protected(info)
+        if not entry and state(info) in self.journal.states and not protected:
             return {"do": "new", "path": path}  # the run wrote it, and a program moved it here
-        shared = None if entry else self.shared(path)
+        shared = None if entry else self.others.shared(path)
         return shared or self.kept(path, info, writes)
 
     def kept(self, path, info, writes=False):
@@ -247,38 +241,11 @@ class Keeper:
         """An entry of a folder's mode and time, before something in it changes."""
         info = seen(path)
         if info and stat.S_ISDIR(info.st_mode) and not self.journal.known(path):
-            entry = self.shared(path) or {"do": "folder", "path": path, "facts": facts(info)}
-            for other in self.others.values():
-                earlier = other.first.get(path)
-                if earlier and earlier["do"] == "folder" and not other.done:
-                    entry = earlier
-            yield entry
+            earlier = self.others.folder(path) or self.others.shared(path)
+            yield earlier or {"do": "folder", "path": path, "facts": facts(info)}
 
     def first(self, path, entry):
-        return self.shared(path) or entry | {"path": path}
-
-    # ---- what other runs know, and other people's programs do
-
-    def shared(self, path):
-        """Another run has touched it: what is there now is that run's, and no original."""
-        for other in self.others.values():
-            known = None if other.done else other.known(path)
-            if known and known["do"] in ("keep", "new", "shared"):
-                return {"do": "shared", "path": path}
-        return None
-
-    def is_protected(self, info):
-        inode = (info.st_dev, info.st_ino)
-        journals = [self.journal, *(other for other in self.others.values() if not other.done)]
-        return any(inode in journal.protected for journal in journals)
-
-    def changed_by_others(self, path, info, entry):
-        """The run has written it and closed it, and now it is another: somebody else's."""
-        if not entry or entry["do"] == "shared" or self.is_protected(info):
-            return False
-        wrote = path in self.journal.wrote or path in self.journal.writing
-        others = any(o.ours(path, info) for o in self.others.values())
-        return wrote and not others and not self.journal.ours(path, info)
+        return self.others.shared(path) or entry | {"path": path}
 
     # ---- where links lie
 

@@ -27,6 +27,7 @@ from .journal import (
     seen,
     state,
 )
+from .whose import Whose
 
 
 class Restore:
@@ -35,22 +36,22 @@ class Restore:
     def __init__(self, journal, keep_new=False, limit=None):
         self.journal = journal.refresh()
         self.others = [other for other in runs(journal.root) if other.folder != journal.folder]
-        self.keep_new, self.limit = keep_new, limit
+        self.whose = Whose(journal, self.others, limit)
+        self.keep_new = keep_new
         self.put, self.removed, self.kept_new, self.cached = set(), [], [], []
         self.left = []  # (path, why, where the older one lies or None)
         self.handed = set()  # paths that another run will put back
         self.outlived = []  # processes of the run that could not be ended
-        self.named = {}  # (device, inode) of files with several names: whether they are the run's
 
     def do(self):
-        journal = self.journal
-        for folder in journal.anew:
+        first = self.journal.first
+        for folder in self.journal.anew:  # what is in it by now, and was not before
             for path, _ in walk(folder):
-                journal.first.setdefault(path, {"do": "new", "path": path})
-        self.look_at_names()
-        for path in [*self.journal.first]:
+                first.setdefault(path, {"do": "new", "path": path})
+        self.whose.look_at_names()
+        for path in [*first]:
             self.hand_over(path)
-        entries = {p: e for p, e in self.journal.first.items() if p not in self.handed}
+        entries = {path: entry for path, entry in first.items() if path not in self.handed}
         for path in sorted((p for p, e in entries.items() if e["do"] == "new"), key=depth):
             self.safely(self.remove_new, path)
         for path in sorted(p for p, e in entries.items() if e["do"] == "folder"):
@@ -83,35 +84,12 @@ class Restore:
                 )
             )
 
-    # ---- whose is it
-
-    def look_at_names(self):
-        """Whose they are, before the first name goes: it may be the one that tells."""
-        for top, entry in self.journal.first.items():
-            for path, info in walk(top) if entry["do"] in ("keep", "new") else ():
-                if info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode):
-                    inode = (info.st_dev, info.st_ino)
-                    self.named[inode] = self.named.get(inode) or self.ours(path, info)
-
-    def ours(self, path, info):
-        """Whether the run has written what is there now."""
-        if self.named.get((info.st_dev, info.st_ino)):
-            return True
-        journals = [self.journal, *self.others]
-        if any((info.st_dev, info.st_ino) in journal.protected for journal in journals):
-            return True
-        if stat.S_ISSOCK(info.st_mode) or stat.S_ISFIFO(info.st_mode):
-            return True  # no bytes are lost
-        if any(state(info) in journal.states for journal in journals):
-            return True
-        if not self.journal.ours(path, info):
-            return False
-        return self.limit is None or max(info.st_mtime, info.st_ctime) <= self.limit
+    # ---- what another run puts back
 
     def hand_over(self, path):
         """Another run has touched it too: the last that ends puts it back."""
         entry = self.journal.first[path]
-        states = [*self.states_of(path)] if self.others else []
+        states = [*self.whose.states_of(path)] if self.others else []
         if entry["do"] == "shared":
             for other in (other for other in self.others if other.known(path)):
                 self.handed.add(path)
@@ -127,11 +105,6 @@ class Restore:
                 other.append(entry, *states, sync=True)
                 self.handed.add(path)
                 return
-
-    def states_of(self, path):
-        for inner, info in walk(path):
-            if not stat.S_ISDIR(info.st_mode) and self.ours(inner, info):
-                yield {"do": "state", "path": inner, "state": state(info)}
 
     # ---- what is new
 
@@ -170,7 +143,7 @@ class Restore:
             self.cached.append(path)
             return False
         try:
-            if self.ours(path, info):
+            if self.whose.ours(path, info):
                 os.unlink(path)
                 return True
             why = say("the doctor did not see the run write it")
@@ -183,7 +156,7 @@ class Restore:
 
     def make_folder(self, path):
         info = seen(path)
-        if info and not stat.S_ISDIR(info.st_mode) and self.ours(path, info):
+        if info and not stat.S_ISDIR(info.st_mode) and self.whose.ours(path, info):
             os.unlink(path)
         os.makedirs(path, exist_ok=True)
 
@@ -205,7 +178,7 @@ class Restore:
             same = (info.st_ino, info.st_size, info.st_mtime_ns)
             if entry["how"] == "copy" and same == (facts[INO], facts[SIZE], facts[MTIME]):
                 return os.unlink(kept)
-            if not self.ours(path, info):
+            if not self.whose.ours(path, info):
                 self.left.append((path, say("somebody else wrote it since"), kept))
                 return None
         os.makedirs(up(path), exist_ok=True)
