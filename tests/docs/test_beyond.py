@@ -253,8 +253,9 @@ def test_copies_that_do_not_divide_the_processes(tmp_path):
 
 
 def other_loss(found, right):
-    """Whether the first step's is another one."""
-    return abs(found.losses[0] - right[0][0]) > 1e-3
+    """Whether any step's is another one."""
+    pairs = zip(found.losses, right[0], strict=False)  # it may make fewer steps
+    return max(abs(one - other) for one, other in pairs) > 1e-2
 
 
 def longer(found, right):
