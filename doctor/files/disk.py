@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 
-from .journal import seen
+from .journal import HIDDEN, MODE, seen
 
 CLONE = 0x40049409  # ioctl FICLONE: a copy that shares its blocks, where the file system can
 AS_I_AM = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
@@ -38,7 +38,8 @@ def walk(top):
         if not stat.S_ISDIR(info.st_mode):
             continue
         with contextlib.suppress(OSError):
-            for path in sorted(os.path.join(folder, name) for name in os.listdir(folder)):
+            names = (name for name in os.listdir(folder) if not name.startswith(HIDDEN))
+            for path in sorted(os.path.join(folder, name) for name in names):
                 info = seen(path)
                 if info and stat.S_ISDIR(info.st_mode):
                     folders.append(path)
@@ -60,3 +61,39 @@ def same_facts(path, fresh, info):
     with contextlib.suppress(OSError):
         os.chown(fresh, info.st_uid, info.st_gid)
     shutil.copystat(path, fresh)  # its extended attributes too
+
+
+def open_folder(path, info):
+    """Let its owner look into it and write."""
+    owner = os.geteuid() == info.st_uid
+    if owner and os.geteuid() and stat.S_IMODE(info.st_mode) & 0o700 != 0o700:
+        os.chmod(path, stat.S_IMODE(info.st_mode) | 0o700)
+
+
+def put(kept, path, entry):
+    """Put back a file or link that was kept; a copy stays, until its mode and time are set."""
+    with contextlib.suppress(OSError):
+        open_folder(up(path), os.stat(up(path)))
+    with contextlib.suppress(OSError):  # another file system by now, or a folder that is closed
+        if entry["how"] == "link":
+            os.replace(kept, path)
+            return
+    if os.path.islink(kept):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.symlink(os.readlink(kept), path)
+    elif os.path.isfile(path) and not os.path.islink(path):
+        with contextlib.suppress(OSError):
+            os.chmod(path, stat.S_IMODE(entry["facts"][MODE]) | stat.S_IWUSR)
+        with open(kept, "rb") as source, open(path, "r+b") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+            file.truncate()
+            os.fsync(file.fileno())
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        fresh = os.path.join(up(path), os.path.basename(kept))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+        copy(kept, fresh)
+        os.replace(fresh, path)

@@ -96,7 +96,11 @@ def restore_dead():
         doctors.sweep(root)
     with signals_blocked():
         for one in [*journal.runs(root)]:
-            done = restore.put_back(one, end_processes, limit=doctors.last_beat(one))
+            try:
+                done = restore.put_back(one, end_processes, limit=doctors.last_beat(one))
+            except Exception as error:  # it must not keep this run from its work
+                lines.append(tell.not_all(one, error))
+                continue
             if done:
                 lines.append(words.say("an earlier run of the doctor was killed"))
                 lines += tell.lines(done, os.getcwdb(), earlier=True)
@@ -189,13 +193,7 @@ def finish(run, keep, show):
     try:
         lines = run.put_back(keep)
     except Exception as error:  # the journal stays: the next start tries again
-        kept = os.fsdecode(run.journal.folder)
-        said = f"{type(error).__name__}: {error}"
-        lines = [
-            words.say(
-                "not all was put back: {error}; what is kept: {folder}", error=said, folder=kept
-            )
-        ]
+        lines = [tell.not_all(run.journal, error)]
     for line in lines:
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
             show(f" {words.on_screen(line)}")

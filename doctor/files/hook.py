@@ -6,103 +6,16 @@ programs that the script starts are in programs.py.
 """
 
 import contextlib
-import errno
 import os
 import sys
-import threading
 import urllib.parse
 
-from . import programs, record, writers
-from .journal import NOTHING_THERE, RUN, Journal, below, locked
+from . import listing, programs, writers
+from .journal import NOTHING_THERE, RUN, NotKept
 from .keep import Keeper
+from .process import HERE, INTERRUPTS, Process, real, text
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-NO_FILES = (b"/dev/", b"/proc/", b"/sys/")
-
-
-class Here(threading.local):
-    """What this thread is doing: our own work is not looked at."""
-
-    busy = False
-    dir_fd = -1  # of the os.open that is called: its event does not tell
-
-
-HERE = Here()
-
-
-class Process:
-    """This process of the run."""
-
-    def __init__(self, alive):
-        self.alive = alive
-        self.folder = folder = os.path.dirname(alive)
-        self.root = os.path.dirname(folder)
-        self.keeper = Keeper(Journal(folder))
-        self.recorder = record.Recorder(self)
-        self.told = []  # functions that are told the path of each file that is written anew
-
-    def forked(self):
-        """In a forked process: a journal that was being read is read anew."""
-        inherited = [*self.recorder.written]
-        self.keeper = Keeper(Journal(self.folder))
-        self.recorder = record.Recorder(self, inherited)
-        HERE.busy = False
-        if inherited:  # they may be open here too
-            self.do(Keeper.writes, inherited, os.getpid())
-
-    def look_away(self):
-        """What this thread does is our own."""
-        HERE.busy = True
-
-    def do(self, work, *args):
-        """Under the lock of all runs, with journals that are read to their end."""
-        was, HERE.busy = HERE.busy, True
-        try:
-            with locked(self.root):
-                self.keeper.refresh()
-                return work(self.keeper, *args)
-        finally:
-            HERE.busy = was
-
-    def skips(self, path):
-        return path.startswith(NO_FILES) or below(path, self.root) or b"/.training-doctor-" in path
-
-    # ---- what the handlers and the wrapped functions call
-
-    def will_write(self, path, cuts=False):
-        path = real(path)
-        if self.skips(path):
-            return
-        self.recorder.watch()
-        self.do(Keeper.will_write, path, cuts, os.getpid())
-        self.recorder.writes(path)
-
-    def tell(self, path):
-        """After it was kept: what these functions do is not worth a file."""
-        with contextlib.suppress(Exception):
-            path = real(path)
-            for function in [] if self.skips(path) else self.told:
-                function(path)
-
-    def has_written(self, *paths):
-        """By functions that have closed it when they return."""
-        self.recorder.note([real(path) for path in paths])
-
-    def on(self, work, *paths):
-        if not any(self.skips(path) for path in paths):
-            self.do(work, *paths)
-
-
-def real(path):
-    """Where a file would be opened: absolute, no links."""
-    return os.path.realpath(text(path))
-
-
-def text(path):
-    path = os.fsencode(path)
-    if b"\0" in path:  # the call will say so
-        raise FileNotFoundError(errno.ENOENT, path)
-    return path
 
 
 def named(path, dir_fd=-1):
@@ -168,6 +81,11 @@ def on_mkdir(process, path, mode=0, dir_fd=-1):
     process.on(Keeper.will_make, named(path, dir_fd))
 
 
+def on_bind(process, socket, address):
+    if isinstance(address, (str, bytes)) and address:  # a socket that is a file
+        process.on(Keeper.will_make, named(address))
+
+
 def on_link(process, old, new, old_fd=-1, new_fd=-1):
     process.on(Keeper.will_link, named(old, old_fd), named(new, new_fd))
 
@@ -212,6 +130,7 @@ HANDLERS = {
     "os.rmdir": on_remove,
     "shutil.rmtree": on_rmtree,
     "os.mkdir": on_mkdir,
+    "socket.bind": on_bind,
     "os.link": on_link,
     "os.symlink": on_symlink,
     "os.chmod": on_facts,
@@ -230,14 +149,13 @@ HANDLERS = {
 LOSES = {on_open, on_write, on_truncate, on_rename, on_remove, on_rmtree, on_attribute, on_sqlite}
 
 
-class NotKept(PermissionError):
-    """What was there could not be kept: better the script fails than a file is lost."""
-
-
 def guarded(process, handler, *args):
     """A fault of ours is noted. It ends the script's call only where a file would be lost."""
+    was, HERE.busy = HERE.busy, True
     try:
         handler(process, *args)
+    except NotKept:
+        raise
     except Exception as error:
         if getattr(error, "errno", None) in NOTHING_THERE:
             return  # it was removed meanwhile, or the call will fail in the same way
@@ -246,6 +164,10 @@ def guarded(process, handler, *args):
             process.do(lambda keeper: keeper.journal.append({"do": "note", "text": said}))
         if handler in LOSES:
             raise NotKept(f"the doctor could not keep what is there: {said}") from error
+    finally:
+        HERE.busy = was
+        if not was:
+            INTERRUPTS.go_on()
 
 
 PROCESS = None
@@ -266,7 +188,7 @@ def install():
         if handler is not None and not HERE.busy:
             guarded(process, handler, *args)
 
-    real_open, real_exit = os.open, os._exit
+    real_open, real_exit, real_mkfifo = os.open, os._exit, os.mkfifo
 
     def open_(path, flags, mode=0o777, *, dir_fd=None):
         HERE.dir_fd = -1 if dir_fd is None else dir_fd
@@ -276,13 +198,21 @@ def install():
             HERE.dir_fd = -1
 
     def exit_(status):  # how a forked process of multiprocessing ends
-        process.recorder.last()
-        real_exit(status)
+        try:
+            process.recorder.last()
+        finally:
+            real_exit(status)
 
-    for name, new in (("open", open_), ("_exit", exit_)):
+    def mkfifo(path, mode=0o666, *, dir_fd=None):
+        guarded(process, on_mkdir, path, mode, -1 if dir_fd is None else dir_fd)
+        real_mkfifo(path, mode, dir_fd=dir_fd)
+
+    for name, new in (("open", open_), ("_exit", exit_), ("mkfifo", mkfifo)):
         new.__name__, new.__doc__ = name, getattr(os, name).__doc__
         setattr(os, name, new)
     os.supports_dir_fd.add(os.open)  # shutil asks there
+    listing.install()
+    INTERRUPTS.install()
     os.register_at_fork(after_in_child=process.forked)
     sys.addaudithook(hook)
     writers.install(process)

@@ -22,6 +22,10 @@ RUN = "DOCTOR_FILES"  # the variable that tells a process of the run its doctor'
 HIDDEN = b".training-doctor-"  # a folder of kept files, where the state folder is no place
 
 
+class NotKept(PermissionError):
+    """What was there could not be kept: better the script fails than a file is lost."""
+
+
 def state_folder():
     """The folder of all runs: bytes. DOCTOR_STATE moves it."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -75,6 +79,12 @@ def seen(path):
         if error.errno in NOTHING_THERE:
             return None
         raise
+
+
+def there(path):
+    """As seen(); None where a folder above it is a link by now: then it names another file."""
+    folder = os.path.dirname(path)
+    return seen(path) if os.path.realpath(folder) == folder else None
 
 
 def below(path, folder):
@@ -200,7 +210,7 @@ class Journal:
         return inode in self.inodes or (info.st_nlink > 1 and inode in self.open_inodes())
 
     def open_inodes(self):
-        names = (seen(path) for path, by in self.writing.items() if by)
+        names = (there(path) for path, by in self.writing.items() if by)
         return {(info.st_dev, info.st_ino) for info in names if info}
 
     def beside(self, work):

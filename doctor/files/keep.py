@@ -15,7 +15,7 @@ import stat
 import time
 
 from .disk import copy, on, same_facts, up, walk, writable
-from .journal import HIDDEN, INO, below, facts, parents, seen, state
+from .journal import HIDDEN, INO, NotKept, below, facts, parents, seen, state, there
 from .whose import Others
 
 
@@ -99,11 +99,14 @@ class Keeper:
             self.journal.append(*entries, sync=True)
 
     def will_rename(self, old, new):
-        info, there = seen(old), seen(new)
+        info, is_there = seen(old), seen(new)
         if not info:
             return
+        stores = {store for one in [self.journal, *self.others.all()] for store in one.stores}
+        if any(below(store, old) for store in stores):
+            raise NotKept("the doctor keeps files in this folder")
         self.will_remove(new)
-        entries = [] if there else [*self.made(new)]
+        entries = [] if is_there else [*self.made(new)]
         if not stat.S_ISDIR(info.st_mode):
             self.will_remove(old)
             self.journal.append(*entries, *self.moved(old, new, info))
@@ -135,7 +138,7 @@ class Keeper:
         """Note the state of files that a process of the run has written and closed."""
         entries = []
         for path in paths:
-            info = seen(path)
+            info = there(path)
             written = path in self.journal.writing and self.journal.known(path)
             if not written or (info and self.others.is_protected(info)):
                 continue  # no bytes of ours: its mode was changed, or it was moved here
@@ -192,22 +195,27 @@ class Keeper:
         entry = self.journal.first.get(path)
         if entry and entry.get("how") == "copy" and entry["facts"][INO] == info.st_ino:
             return  # its folder may not be written: it is put back in place
-        place = self.places.get(up(path)) or self.place_of(info.st_dev)
-        fresh = os.path.join(place, self.new_name())
-        try:
-            if cuts:
-                os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            else:
-                copy(path, fresh)
-            same_facts(path, fresh, info)
-            os.replace(fresh, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(fresh)
-            if error.errno == errno.ENOSPC or self.is_another_name(path, info):
-                raise
-            entry = {"do": "keep", "path": path, "facts": facts(info), "how": "copy"}
-            self.journal.append(entry | {"kept": self.copied(path, info)}, sync=True)
+        why = None
+        for place in self.places_for(up(path), info.st_dev):
+            fresh = os.path.join(place, self.new_name())
+            try:
+                if cuts:
+                    os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+                else:
+                    copy(path, fresh)
+                same_facts(path, fresh, info)
+                os.replace(fresh, path)
+                return
+            except OSError as error:  # such as EXDEV: one disk, mounted at two places
+                why = error
+                with contextlib.suppress(OSError):
+                    os.unlink(fresh)
+                if error.errno == errno.ENOSPC:
+                    raise
+        if self.is_another_name(path, info):
+            raise why or NotKept(path)
+        entry = {"do": "keep", "path": path, "facts": facts(info), "how": "copy"}
+        self.journal.append(entry | {"kept": self.copied(path, info)}, sync=True)
 
     def is_another_name(self, path, info):
         """A new name of an inode that was there: no copy would be put back into it."""
@@ -269,10 +277,6 @@ class Keeper:
                 with contextlib.suppress(OSError):
                     os.makedirs(hidden, mode=0o700, exist_ok=True)
                     yield hidden
-
-    def place_of(self, device):
-        own = os.path.join(self.journal.folder, b"kept")
-        return next((p for p in [own, *self.journal.stores] if on(p, device)), own)
 
 
 def inside(path, folder):

@@ -5,6 +5,7 @@ event tells that: a small thread looks what is still open.
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import threading
@@ -20,7 +21,8 @@ OPENS = 1.0  # an open that was announced so long ago has happened
 class Recorder:
     def __init__(self, process, inherited=()):
         self.process = process
-        self.written = dict.fromkeys(inherited, now())  # path: when, in which thread
+        # path: {thread that has announced to open it: when}
+        self.written = {path: {threading.get_ident(): time.monotonic()} for path in inherited}
         self.thread = None
 
     def begin(self):
@@ -39,23 +41,29 @@ class Recorder:
             time.sleep(TICK)
             if not lives(self.process.alive):
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.note([*self.written])
+            with contextlib.suppress(OSError):  # a full disk: it may have room again
+                self.note([*self.written])
 
     def writes(self, path):
-        self.written[path] = now()
+        self.written.setdefault(path, {})[threading.get_ident()] = time.monotonic()
 
     def moves(self, old, new):
         """A file or folder gets another name: what is closed is noted before."""
-        here = [path for path in self.written if inside(path, old)]
+        here = [path for path in [*self.written] if inside(path, old)]
         self.note(here)
         self.loses(new)
+        mine = threading.get_ident()
         for path in here:
-            if self.written.pop(path, None):  # still open
-                self.writes(new + path[len(old) :])
+            announced = self.written.pop(path, None)
+            if announced:  # still open
+                self.written.setdefault(new + path[len(old) :], {}).update(announced)
+                others = {thread: at for thread, at in announced.items() if thread != mine}
+                if others:  # they may be about to open it by the old name
+                    self.written[path] = others
 
     def loses(self, path):
         """A file or folder is removed: what is closed is noted before, it may have other names."""
-        self.note([one for one in self.written if inside(one, path)])
+        self.note([one for one in [*self.written] if inside(one, path)])
 
     def last(self):
         """At the end of the process. What is still open then is not noted as closed."""
@@ -63,8 +71,9 @@ class Recorder:
 
     def opened(self, path):
         """Whether what was announced is done: another thread may be about to open it."""
-        at, thread = self.written.get(path, (0, None))
-        return thread == threading.get_ident() or at < time.monotonic() - OPENS
+        mine, late = threading.get_ident(), time.monotonic() - OPENS
+        announced = [*self.written.get(path, {}).items()]
+        return all(thread == mine or at < late for thread, at in announced)
 
     def note(self, paths, all_are_opened=False):
         """Note those that are closed by now."""
@@ -78,10 +87,6 @@ class Recorder:
             keeper.closed(done, os.getpid())
 
         self.process.do(closed)
-
-
-def now():
-    return time.monotonic(), threading.get_ident()
 
 
 def held_open():

@@ -5,12 +5,12 @@ moment and done again. A file that somebody else has written since is never touc
 """
 
 import contextlib
+import errno
 import os
-import shutil
 import stat
 
 from ..words import say
-from .disk import copy, up, walk
+from .disk import open_folder, put, up, walk
 from .doctors import all_doctors_of, doctors_of, sweep
 from .journal import (
     ATIME,
@@ -26,6 +26,7 @@ from .journal import (
     runs,
     seen,
     state,
+    there,
 )
 from .whose import Whose
 
@@ -45,12 +46,13 @@ class Restore:
 
     def do(self):
         first = self.journal.first
+        self.open_folders()
         for folder in self.journal.anew:  # what is in it by now, and was not before
             for path, _ in walk(folder):
                 first.setdefault(path, {"do": "new", "path": path})
         self.whose.look_at_names()
         for path in [*first]:
-            self.hand_over(path)
+            self.safely(self.hand_over, path)
         entries = {path: entry for path, entry in first.items() if path not in self.handed}
         for path in sorted((p for p, e in entries.items() if e["do"] == "new"), key=depth):
             self.safely(self.remove_new, path)
@@ -64,7 +66,7 @@ class Restore:
                 why = say("somebody else wrote it during the run; before the run it was another")
                 self.left.append((entry["path"], why, entry["kept"]))
         for path, facts in self.journal.meta.items():
-            info = seen(path)
+            info = there(path)
             if info and info.st_ino == facts[INO]:
                 self.safely(self.set_facts, path, facts, info)
         self.tidy(entries)
@@ -83,6 +85,19 @@ class Restore:
                     entry.get("kept"),
                 )
             )
+
+    def open_folders(self):
+        """The run may have taken away the permission to look into a folder, or to write."""
+        for path, entry in sorted(self.journal.first.items()):
+            if self.keep_new and entry["do"] == "new":
+                continue
+            whole = entry["do"] in ("new", "keep") or path in self.journal.anew
+            with contextlib.suppress(OSError):
+                for folder, info in walk(path) if there(path) else ():
+                    if stat.S_ISDIR(info.st_mode):
+                        open_folder(folder, info)
+                    if not whole:  # of what was there, each is in the journal
+                        break
 
     # ---- what another run puts back
 
@@ -109,7 +124,7 @@ class Restore:
     # ---- what is new
 
     def remove_new(self, path):
-        info = seen(path)
+        info = there(path)
         if not info:
             return
         if self.in_cache(path):
@@ -132,8 +147,11 @@ class Restore:
                 self.clear_file(inner, facts)
         for inner, facts in sorted(walk(path), key=lambda one: -len(one[0])):
             if stat.S_ISDIR(facts.st_mode):
-                with contextlib.suppress(OSError):  # not empty
+                try:
                     os.rmdir(inner)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        self.not_removed(inner, error)
         return not seen(path)
 
     def clear_file(self, path, info):
@@ -146,11 +164,14 @@ class Restore:
             if self.whose.ours(path, info):
                 os.unlink(path)
                 return True
-            why = say("the doctor did not see the run write it")
+            self.left.append((path, say("the doctor did not see the run write it"), None))
         except OSError as error:
-            why = say("could not be removed: {error}", error=error.strerror)
-        self.left.append((path, why, None))
+            self.not_removed(path, error)
         return False
+
+    def not_removed(self, path, error):
+        why = say("could not be removed: {error}", error=error.strerror)
+        self.left.append((path, why, None))
 
     # ---- what was there
 
@@ -161,7 +182,7 @@ class Restore:
         os.makedirs(path, exist_ok=True)
 
     def put_back(self, path, entry):
-        kept, facts, info = entry["kept"], entry["facts"], seen(path)
+        kept, facts, info = entry["kept"], entry["facts"], there(path)
         if not seen(kept):
             return  # it was put back, and then the doctor was killed
         timed = (facts[DEV], facts[INO]) in self.journal.changed_facts  # by os.utime
@@ -182,64 +203,32 @@ class Restore:
                 self.left.append((path, say("somebody else wrote it since"), kept))
                 return None
         os.makedirs(up(path), exist_ok=True)
+        if os.path.realpath(up(path)) != up(path):
+            self.left.append((path, say("its folder is a link now"), kept))
+            return None
         if info and stat.S_ISDIR(info.st_mode) and not self.clear(path, info):
             self.left.append((path, say("it is a folder now, and not empty"), kept))
             return None
-        with self.opened(up(path)):
-            self.replace(kept, path, entry)
+        put(kept, path, entry)
         if not info or state(info)[2:] != (facts[SIZE], facts[MTIME]):  # else a copy of it
             self.put.add(path)
         self.set_facts(path, facts, seen(path))
+        with contextlib.suppress(FileNotFoundError):  # it was moved
+            os.unlink(kept)
         if not whole and entry["how"] == "link":
             self.left.append((path, say("something wrote into it that cannot be seen"), None))
 
-    def replace(self, kept, path, entry):
-        try:
-            if entry["how"] == "link":
-                os.replace(kept, path)
-                return
-        except OSError:  # another file system by now, or a folder that may not be written
-            pass
-        if os.path.islink(kept):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            os.symlink(os.readlink(kept), path)
-        elif os.path.isfile(path) and not os.path.islink(path):
-            with contextlib.suppress(OSError):
-                os.chmod(path, stat.S_IMODE(entry["facts"][MODE]) | stat.S_IWUSR)
-            with open(kept, "rb") as source, open(path, "r+b") as file:
-                shutil.copyfileobj(source, file, 1 << 20)
-                file.truncate()
-                os.fsync(file.fileno())
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            fresh = os.path.join(up(path), os.path.basename(kept))
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(fresh)
-            copy(kept, fresh)
-            os.replace(fresh, path)
-        self.set_facts(path, entry["facts"], seen(path))
-        os.unlink(kept)
-
-    @contextlib.contextmanager
-    def opened(self, folder):
-        """The run may have taken away the permission to write into it."""
-        info = os.stat(folder)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            with contextlib.suppress(OSError):
-                os.chmod(folder, stat.S_IMODE(info.st_mode) | 0o700)
-        yield
-
-    def set_facts(self, path, facts, info):
+    def set_facts(self, path, facts, info, times=True):
         """Mode, owner, and the time if it is not somebody's who wrote into it."""
-        link = stat.S_ISLNK(info.st_mode)
+        link, folder = stat.S_ISLNK(info.st_mode), stat.S_ISDIR(info.st_mode)
+        if folder and os.geteuid() not in (0, info.st_uid):
+            return  # such as /tmp: nobody else may set its time
         if (info.st_uid, info.st_gid) != (facts[UID], facts[GID]):
             os.chown(path, facts[UID], facts[GID], follow_symlinks=False)
         if info.st_mode != facts[MODE] and not link:
             os.chmod(path, stat.S_IMODE(facts[MODE]))
         known = (info.st_dev, info.st_ino) in self.journal.changed_facts or path in self.put
-        if info.st_mtime_ns != facts[MTIME] and (known or stat.S_ISDIR(info.st_mode)):
+        if times and info.st_mtime_ns != facts[MTIME] and (known or folder):
             os.utime(path, ns=(facts[ATIME], facts[MTIME]), follow_symlinks=False)
 
     # ---- the end
@@ -254,9 +243,9 @@ class Restore:
         others = {up(path) for path, *_ in self.left} | {up(path) for path in self.kept_new}
         folders = {p: e["facts"] for p, e in entries.items() if e["do"] == "folder"}
         for path in sorted(folders, key=depth):
-            info = seen(path)
-            if info and stat.S_ISDIR(info.st_mode) and path not in others:
-                self.safely(self.set_facts, path, folders[path], info)
+            info = there(path)
+            if info and stat.S_ISDIR(info.st_mode):
+                self.safely(self.set_facts, path, folders[path], info, path not in others)
         journal.close()
         sweep(journal.root)
 

@@ -45,6 +45,14 @@ def lines(done, work_folder, unseen=(), earlier=False):
     return said
 
 
+def not_all(journal, error):
+    return say(
+        "not all was put back: {error}; what is kept: {folder}",
+        error=f"{type(error).__name__}: {error}",
+        folder=os.fsdecode(journal.folder),
+    )
+
+
 def of_one_left(path, why, older, work_folder):
     text = say("left: {file}: {why}", file=shown(path, work_folder), why=why)
     if older:

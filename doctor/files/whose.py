@@ -4,7 +4,7 @@ import os
 import stat
 
 from .disk import walk
-from .journal import Journal, state
+from .journal import Journal, state, there
 
 
 class Others:
@@ -70,7 +70,8 @@ class Whose:
     def look_at_names(self):
         """Before the first name goes: it may be the one that tells."""
         for top, entry in self.journal.first.items():
-            for path, info in walk(top) if entry["do"] in ("keep", "new") else ():
+            looks = entry["do"] in ("keep", "new") and there(top)
+            for path, info in walk(top) if looks else ():
                 several = info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode)
                 if several and self.ours(path, info):
                     self.inodes.add((info.st_dev, info.st_ino))
@@ -90,6 +91,6 @@ class Whose:
 
     def states_of(self, path):
         """Entries for another run's journal: what of it is ours."""
-        for inner, info in walk(path):
+        for inner, info in walk(path) if there(path) else ():
             if not stat.S_ISDIR(info.st_mode) and self.ours(inner, info):
                 yield {"do": "state", "path": inner, "state": state(info)}

@@ -116,6 +116,7 @@ SENTENCES = {
         "运行期间被别的程序写过；运行之前的是另一个文件"
     ),
     "somebody else wrote it since": "之后被别的程序写过",
+    "its folder is a link now": "它所在的文件夹现在是一个链接",
     "something wrote into it that cannot be seen": "被医生看不到的程序写过",
     "it is a folder now, and not empty": "现在是文件夹，而且不是空的",
     "could not be ended: processes {pids}": "没法结束的进程：{pids}",

@@ -1,0 +1,179 @@
+"""This process of the run: its journal, the lock, and what must not come in between.
+
+While a file is kept, this thread holds the lock of all runs, and nothing that it does is looked at.
+So a handler of a signal waits until that is done: it may save a checkpoint. A finalizer may save,
+too: garbage is not collected while the lock is held, and what it does is looked at else.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+
+from . import record
+from .journal import HIDDEN, Journal, NotKept, below, locked
+from .keep import Keeper
+
+NO_FILES = (b"/dev/", b"/proc/", b"/sys/")
+FILES = b"/dev/shm/"
+
+
+class Here(threading.local):
+    """What this thread is doing."""
+
+    busy = was_busy = False  # our own work: it is not looked at
+    keeps = False  # it holds the lock
+    dir_fd = -1  # of the os.open that is called: its event does not tell
+
+
+HERE = Here()
+
+
+class Process:
+    def __init__(self, alive):
+        self.alive = alive
+        self.folder = folder = os.path.dirname(alive)
+        self.root = os.path.dirname(folder)
+        self.keeper = Keeper(Journal(folder))
+        self.recorder = record.Recorder(self)
+        self.told = []  # functions that are told the path of each file that is written anew
+        self.collects = False  # garbage was collected, before this process began to keep
+
+    def forked(self):
+        """In a forked process: a journal that was being read is read anew."""
+        inherited = [*self.recorder.written]
+        self.keeper = Keeper(Journal(self.folder))
+        self.recorder = record.Recorder(self, inherited)
+        HERE.busy = HERE.keeps = False
+        INTERRUPTS.waiting.clear()
+        if self.collects:
+            gc.enable()
+        if inherited:  # they may be open here too
+            self.do(Keeper.writes, inherited, os.getpid())
+
+    def look_away(self):
+        """What this thread does is our own."""
+        HERE.busy = True
+
+    def do(self, work, *args):
+        """Under the lock of all runs, with journals that are read to their end."""
+        if HERE.keeps:  # by something that came in between
+            return work(self.keeper, *args)
+        was, HERE.busy, HERE.keeps = HERE.busy, True, True
+        try:
+            with locked(self.root), self.no_garbage():
+                self.keeper.refresh()
+                return work(self.keeper, *args)
+        finally:
+            HERE.busy, HERE.keeps = was, False
+            if not was:
+                INTERRUPTS.go_on()
+
+    @contextlib.contextmanager
+    def no_garbage(self):
+        self.collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if self.collects:
+                gc.enable()
+            self.collects = False
+
+    def skips(self, path):
+        no_file = path.startswith(NO_FILES) and not path.startswith(FILES)
+        return no_file or below(path, self.root) or b"/" + HIDDEN in path
+
+    # ---- what the handlers and the wrapped functions call
+
+    def will_write(self, path, cuts=False):
+        path = real(path)
+        if self.skips(path):
+            return
+        self.recorder.watch()
+        self.recorder.writes(path)  # before: another thread may note just now what it has closed
+        self.do(Keeper.will_write, path, cuts, os.getpid())
+        self.recorder.writes(path)
+
+    def tell(self, path):
+        """After it was kept: what these functions do is not worth a file."""
+        with contextlib.suppress(Exception):
+            path = real(path)
+            for function in [] if self.skips(path) else self.told:
+                function(path)
+
+    def has_written(self, *paths):
+        """By functions that have closed it when they return."""
+        self.recorder.note([real(path) for path in paths])
+
+    def on(self, work, *paths):
+        if any(b"/" + HIDDEN in path for path in paths):
+            raise NotKept("the doctor keeps files there")
+        if not any(self.skips(path) for path in paths):
+            self.do(work, *paths)
+
+
+class Interrupts:
+    """The handlers of signals that came while this process was keeping files."""
+
+    def __init__(self):
+        self.waiting = []  # (handler, number, frame)
+
+    def install(self):
+        set_, get = signal.signal, signal.getsignal
+
+        def theirs(handler):
+            return handler.handler if isinstance(handler, Handler) else handler
+
+        def signal_(number, handler):
+            """As signal.signal()."""
+            given = callable(handler) and handler is not signal.default_int_handler
+            return theirs(set_(number, Handler(handler) if given else handler))
+
+        def getsignal(number):
+            """As signal.getsignal()."""
+            return theirs(get(number))
+
+        signal.signal, signal.getsignal = signal_, getsignal
+        gc.callbacks.append(around_garbage)
+
+    def go_on(self):
+        """Call those that waited. What they raise goes to the script."""
+        while self.waiting and threading.current_thread() is threading.main_thread():
+            handler, number, frame = self.waiting.pop(0)
+            handler(number, frame)
+
+
+INTERRUPTS = Interrupts()
+
+
+def around_garbage(phase, info):
+    """Finalizers are the script's, whatever of ours they interrupt."""
+    if phase == "start":
+        HERE.was_busy, HERE.busy = HERE.busy, False
+    else:
+        HERE.busy = HERE.was_busy
+
+
+class Handler:
+    def __init__(self, handler):
+        self.handler = handler
+
+    def __call__(self, number, frame):
+        if HERE.busy:
+            INTERRUPTS.waiting.append((self.handler, number, frame))
+        else:
+            self.handler(number, frame)
+
+
+def real(path):
+    """Where a file would be opened: absolute, no links."""
+    return os.path.realpath(text(path))
+
+
+def text(path):
+    path = os.fsencode(path)
+    if b"\0" in path:  # the call will say so
+        raise FileNotFoundError(2, path)
+    return path

@@ -1,0 +1,308 @@
+"""What comes between the doctor and the files that it keeps: signals, finalizers, other threads.
+
+And folders that cannot be written, links where folders were, mounts. See test_doctor_files.py.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from doctor.files import guard, keep
+from doctor.files.journal import Journal
+from tests.docs.test_doctor_files import (
+    AS_USER,
+    HEAD,
+    OLD,
+    PLAYER,
+    USER,
+    Place,
+    kill_both,
+    place,
+    snapshot,
+    started,
+)
+
+__all__ = ["place"]
+pytestmark = pytest.mark.timeout(200)
+NAMES = [f"old/{number}" for number in range(100)]
+
+
+def many(place):
+    (place.path / "old").mkdir()
+    for name in NAMES:
+        (place.path / name).write_text(OLD)
+    place.before = snapshot(place.path)
+
+
+def ends_well(place, script, code=0):
+    """What was said; nothing is lost, and nothing is left."""
+    returned, said = place.run(HEAD + script)
+    assert returned == code, said
+    place.assert_unchanged(said)
+    for word in ("left:", "the doctor failed", "cannot see", "Traceback"):
+        assert word not in said, said
+    return said
+
+
+def test_a_handler_that_saves(place):
+    """At any moment, also while another file is being kept: it waits for that."""
+    many(place)
+    script = f"""
+import signal
+names = {NAMES}
+def save(*_):
+    if names:
+        open(names.pop(), "w").write("new")
+signal.signal(signal.SIGALRM, save)
+assert signal.getsignal(signal.SIGALRM) is save and signal.signal(signal.SIGALRM, save) is save
+signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+while names:
+    open("a", "a").write("x")
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert all(open(name).read() == "new" for name in {NAMES})
+"""
+    ends_well(place, script)
+
+
+@pytest.mark.parametrize("ends", ["os._exit(3)", "raise SystemExit(3)"])
+def test_a_handler_that_ends_the_process(place, ends):
+    """It came while the lock of all runs was held: nobody waits for it, and none is left behind."""
+    script = f"""
+import signal
+for _ in range(8):
+    child = os.fork()
+    if child == 0:
+        def end(*_): {ends}
+        signal.signal(signal.SIGTERM, end)
+        print("on", flush=True)
+        try:
+            while True:
+                open("a", "a").write("x")
+        finally:
+            os._exit(3)
+    ended = 0
+    while not ended:  # again: what is raised in a finalizer is ignored
+        time.sleep(0.05)
+        os.kill(child, signal.SIGTERM)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    assert os.waitstatus_to_exitcode(status) == 3
+"""
+    ends_well(place, script)
+
+
+def test_a_handler_that_raises(place):
+    """The script gets its own error, at a call that was complete."""
+    script = """
+import signal
+class Late(Exception): pass
+def late(*_):
+    signal.setitimer(signal.ITIMER_REAL, 0.1)  # what is raised in a finalizer is ignored
+    raise Late
+signal.signal(signal.SIGALRM, late)
+for _ in range(40):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
+        while True:
+            open("a", "a").write("x")
+    except Late:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+    ends_well(place, script)
+
+
+def test_a_finalizer_that_saves(place):
+    """Garbage is collected at any line, also of ours."""
+    many(place)
+    script = f"""
+import gc
+class Saves:
+    def __init__(self, name): self.name, self.me = name, self
+    def __del__(self):
+        with open(self.name, "w") as file: file.write("new")
+for number, name in enumerate({NAMES}):
+    gc.collect(); Saves(name); gc.set_threshold(11 + 7 * (number % 30))
+    for _ in range(8): open("a", "w").write("x")
+gc.collect()
+assert gc.isenabled() and all(open(name).read() == "new" for name in {NAMES})
+"""
+    ends_well(place, script)
+
+
+def test_a_process_ends_though_nothing_can_be_written(place):
+    script = """
+import resource
+child = os.fork()
+if child == 0:
+    open("a", "w").write("x")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+    try:
+        os._exit(0)
+    finally:
+        print("went on", flush=True)
+        os.kill(os.getpid(), 9)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    said = ends_well(place, script)
+    assert "went on" not in said
+
+
+def test_threads_that_write_and_move_one_file(place):
+    script = """
+import threading
+def save():
+    for number in range(60):
+        try:
+            open("a", "w").write("n" * number); os.replace("a", "b")
+        except FileNotFoundError:
+            pass
+threads = [threading.Thread(target=save) for _ in range(3)]
+[one.start() for one in threads]; [one.join() for one in threads]
+time.sleep(1.2)
+open("a", "w").write("n"); open("b", "a").write("n")
+"""
+    ends_well(place, script)
+
+
+HELD = """
+child = os.fork()
+if child == 0:
+    file = open("ckpt/new", "w"); file.write("new"); file.flush(); time.sleep(0.8); os._exit(0)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("before", ["os.system('echo x > ckpt/new')", HELD])
+def test_a_link_where_a_folder_was(place, before):
+    """What the link leads to is another folder of the user's."""
+    (place.path / "store").mkdir()
+    (place.path / "store/new").write_text(OLD)
+    (place.path / "store/one").write_text(OLD)
+    place.before = snapshot(place.path)
+    more = "\nshutil.rmtree('ckpt'); os.symlink('store', 'ckpt'); time.sleep(0.8)\n"
+    said = place.run(HEAD + before + more)[1]
+    place.assert_unchanged(said)
+    assert "left:" not in said, said
+
+
+def test_sockets_and_pipes(place):
+    ends_well(place, "import socket; s = socket.socket(1); s.bind('sock'); os.mkfifo('pipe')\n")
+
+
+def test_memory_that_is_a_file():
+    """/dev/shm holds files, as any folder."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        place = Place(Path(folder) / "work", state=Path(folder) / "state")
+        shm = f"/dev/shm/new-{os.getpid()}"
+        ends_well(place, f"open('a', 'w').write('n'); open('{shm}', 'w').write('n')\n")
+        assert not os.path.exists(shm)
+
+
+CLOSES = """
+        open("a", "w").write("new"); open("ckpt/one", "w").write("new"); os.chmod("ckpt", 0o600)
+        os.makedirs("out/deep"); open("out/deep/x", "w").write("new"); os.chmod("out/deep", 0o500)
+        os.mkdir("shut"); open("shut/x", "w").write("new"); os.chmod("shut", 0)
+        import tempfile; tempfile.NamedTemporaryFile().close()
+        os._exit(0)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_folders_that_were_closed_and_those_of_others(tmp_path):
+    """Not root: it may not look into them, and may not set the time of /tmp."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's folders are root's alone
+    try:
+        base.chmod(0o755)
+        place = Place(base / "work", state=base / "state")
+        place.state.mkdir()
+        for path in (place.state, place.path, *place.path.rglob("*")):
+            os.chown(path, USER, USER, follow_symlinks=False)
+        place.before = snapshot(place.path)
+        script = re.sub(r"        open\(\"closed.*?os\._exit\(0\)\n", CLOSES, AS_USER, flags=re.S)
+        script = script.replace('    print(open("closed/mine").read(), flush=True)\n', "")
+        assert "shut" in script and "closed" not in script
+        env = os.environ | {"DOCTOR_STATE": str(place.state)}
+        command = [sys.executable, "-c", script]
+        said = subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=150)
+        place.assert_unchanged(said)
+        assert "left" not in said and "not all" not in said and "cannot see" not in said, said
+    finally:
+        shutil.rmtree(base)
+
+
+EMPTIED = {
+    "one by one": """
+for name in os.listdir():
+    (shutil.rmtree if os.path.isdir(name) and not os.path.islink(name) else os.remove)(name)
+assert not [*os.scandir()] and [*os.walk(".")] == [(".", [], [])]
+""",
+    "rmtree": "shutil.rmtree(os.getcwd(), ignore_errors=True)\n",
+    "moved": "a = os.listdir(); os.mkdir('old'); [os.rename(one, 'old/' + one) for one in a]\n",
+}
+IN_A_MOUNT = """
+import subprocess, sys
+from pathlib import Path
+from tests.docs.test_doctor_files import fill, snapshot
+work = Path.cwd()
+fill(work)
+before = snapshot(work)
+for _ in range(2):
+    player = [sys.executable, "../player.py", "../script.py"]
+    said = subprocess.check_output(player, stderr=subprocess.STDOUT, text=True, timeout=100)
+    assert snapshot(work) == before, said
+    assert "left:" not in said and "cannot see" not in said, said
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("how", EMPTIED)
+def test_a_mount_that_is_emptied(tmp_path, how):
+    """What is kept lies in it, for that is the only place: the script does not see it."""
+    (tmp_path / "script.py").write_text(HEAD + EMPTIED[how] + "open('a', 'w').write('new')\n")
+    (tmp_path / "player.py").write_text(PLAYER.replace("{processes}", "1"))
+    (tmp_path / "m").mkdir()
+    mount = 'mount -t tmpfs none m && cd m && exec "$@"'
+    env = {"DOCTOR_STATE": str(tmp_path / "state"), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", IN_A_MOUNT]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | env, check=True, timeout=250)
+
+
+def test_a_disk_that_is_mounted_twice(tmp_path, monkeypatch):
+    """The first place for a fresh inode lies beyond the border: the next is taken."""
+    (tmp_path / "run/kept").mkdir(parents=True)
+    (tmp_path / "a").write_text(OLD)
+    real = os.replace
+
+    def replace(old, new):
+        if b"/run/kept/" in old:
+            raise OSError(18, "Invalid cross-device link")
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    keeper = keep.Keeper(Journal(os.fsencode(tmp_path / "run")))
+    keeper.will_write(os.fsencode(tmp_path / "a"), False, 1)
+    info = (tmp_path / "a").stat()
+    assert (info.st_dev, info.st_ino) not in keeper.journal.protected
+    assert (tmp_path / "a").read_text() == OLD
+
+
+def test_a_run_that_cannot_be_put_back_does_not_stop_the_next(place, monkeypatch):
+    job, _ = started(place)
+    kill_both(job)
+    monkeypatch.setenv("DOCTOR_STATE", str(place.state))
+
+    def fails(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as one:
+        one.setattr(guard.restore, "put_back", fails)
+        (said,) = guard.restore_dead()
+    assert said.startswith("not all was put back: PermissionError: ") and str(place.state) in said
+    place.assert_unchanged(place.restore())
