@@ -99,6 +99,7 @@ around(dist, "init_process_group", joined)
 at_the_end()
 multiprocessing.util.register_after_fork(at_the_end, at_the_end)  # of what mp.spawn starts
 torch.cuda.device_count = lambda: int(os.environ["LOCAL_WORLD_SIZE"])  # for mp.spawn
+torch.cuda.is_available = lambda: False  # it may ask for their number
 """
 
 
