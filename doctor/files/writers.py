@@ -13,7 +13,9 @@ import sys
 WRITERS = {
     "torch": [
         ("_C.ScriptModule.save", 1, "filename"),
+        ("_C.ScriptFunction.save", 1, "filename"),
     ],
+    "torch.autograd.profiler": [("profile.export_chrome_trace", 1, "path")],
     "safetensors": [("serialize_file", 1, "filename")],
     "torchvision.io.image": [
         ("write_file", 0, "filename"),
@@ -30,6 +32,8 @@ WRITERS = {
     "cv2": [("imwrite", 0, "filename")],
     "pyarrow.parquet.core": [("ParquetWriter.__init__", 1, "where")],
     "pyarrow.feather": [("write_feather", 1, "dest")],
+    "pyarrow.csv": [("write_csv", 1, "output_file")],
+    "pyarrow.ipc": [("new_file", 0, "sink"), ("new_stream", 0, "sink")],
     "torchaudio": [("save", 0, "uri")],
 }
 
@@ -42,7 +46,7 @@ class Finder:
         self.asks = False
 
     def find_spec(self, name, path=None, target=None):
-        if self.asks or (name not in WRITERS and name != "h5py"):
+        if self.asks or (name not in WRITERS and name not in SPECIAL):
             return None
         self.asks = True
         try:
@@ -62,7 +66,7 @@ class Finder:
 
 def install(process):
     sys.meta_path.insert(0, Finder(process))
-    for name in [*WRITERS, "h5py"]:
+    for name in {**WRITERS, **SPECIAL}:
         if name in sys.modules:
             wrap_all(process, name, sys.modules[name])
 
@@ -72,10 +76,8 @@ def wrap_all(process, name, module):
     try:
         for where, number, keyword in WRITERS.get(name, ()):
             wrap(process, module, where, number, keyword)
-        if name == "torch":
-            wrap_archives(process, module)
-        if name == "h5py":
-            wrap_h5py(process, module)
+        for special in SPECIAL.get(name, ()):
+            special(process, module)
     except Exception as error:
         said = f"{type(error).__name__}: {error} (wrapping {name})"
         process.do(lambda keeper: keeper.journal.append({"do": "note", "text": said}))
@@ -139,3 +141,63 @@ def wrap_h5py(process, h5py):
         real(self, name, mode, *args, **kwargs)
 
     h5py.File.__init__ = begin
+
+
+def wrap_mapped(process, torch):
+    """A tensor that is a file: what is written into it is written there."""
+    for owner in (torch, torch.UntypedStorage):
+        real = owner.from_file
+
+        @functools.wraps(real)
+        def from_file(filename, shared=False, *args, real=real, **kwargs):
+            if shared:
+                announce(process, filename)
+            return real(filename, shared, *args, **kwargs)
+
+        owner.from_file = from_file
+
+
+def wrap_stores(process, distributed):
+    """init_method="file://..." is written as long as the group lives, and removed by the last."""
+    real = distributed.FileStore.__init__
+
+    @functools.wraps(real)
+    def begin(self, file_name, *args, **kwargs):
+        from .hook import guarded
+
+        guarded(process, write_on, file_name)
+        real(self, file_name, *args, **kwargs)
+
+    distributed.FileStore.__init__ = begin
+
+
+def write_on(process, file):
+    path = os.path.realpath(os.fsencode(file))
+    process.on(lambda keeper, path: keeper.will_write(path, False, "program"), path)
+
+
+def wrap_tokenizers(process, base):
+    """Those in Rust write one file themselves."""
+    owner = base.PreTrainedTokenizerBase
+    real = owner.save_pretrained
+
+    @functools.wraps(real)
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        prefix = kwargs.get("filename_prefix")
+        name = f"{prefix}-tokenizer.json" if prefix else "tokenizer.json"
+        file = os.path.join(save_directory, name)
+        announce(process, file)
+        try:
+            return real(self, save_directory, *args, **kwargs)
+        finally:
+            process.has_written(file)
+
+    owner.save_pretrained = save_pretrained
+
+
+SPECIAL = {
+    "torch": [wrap_archives, wrap_mapped],
+    "torch.distributed": [wrap_stores],
+    "h5py": [wrap_h5py],
+    "transformers.tokenization_utils_base": [wrap_tokenizers],
+}
