@@ -12,7 +12,7 @@ import sys
 import threading
 import urllib.parse
 
-from . import programs, record, writers
+from . import programs, pythons, record, writers
 from .journal import NOTHING_THERE, RUN, Journal, below, locked
 from .keep import Keeper
 
@@ -284,6 +284,7 @@ def install():
         setattr(os, name, new)
     os.supports_dir_fd.add(os.open)  # shutil asks there
     os.register_at_fork(after_in_child=process.forked)
+    pythons.install()
     sys.addaudithook(hook)
     writers.install(process)
     process.recorder.begin()
