@@ -51,10 +51,12 @@ def effects(words, folder):
         return named("writes", outputs, folder)
     if name in COPIES:
         return of_copies(name, words, folder)
-    if name == "zip" and not any(re.match(r"-\w*m|--move", word) for word in words):
+    if name == "zip":
         archive = next((word for word in words if not word.startswith("-")), "")
         ends = "" if "." in os.path.basename(archive) or not archive else ".zip"
-        return named("writes", [archive + ends], folder)
+        moves = any(re.match(r"-[a-zA-Z]*m|--move", word) for word in words)
+        found = named("removes", [w for w in words if w != archive], folder) if moves else []
+        return [*found, *named("writes", [archive + ends], folder)]
     if name in PACKS:
         return of_packing(PACKS[name], words, folder)
     how = "removes" if name in REMOVES else "writes"
