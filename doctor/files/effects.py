@@ -82,6 +82,8 @@ def named(how, words, folder):
                 found += near(path)
                 continue
             more = glob.glob(path) if glob.has_magic(path) else []
+            if path.endswith("/") and os.path.islink(path.rstrip("/")):
+                more += [os.path.realpath(path), path]
             if not more or os.path.lexists(path):
                 more.append(path)
             found += [(how, whole(os.fsencode(one))) for one in more]
@@ -117,7 +119,7 @@ def of_copies(name, words, folder):
         return named("removes" if name == "mv" else "near", words, folder) + [(last_how, last)]
     found = [("removes", last)] if os.path.islink(last) else []
     if "--delete" in " ".join(flags):
-        found.append(("removes", last))
+        found.append(("removes", os.path.realpath(last)))
     short = "".join(flag[1:] for flag in flags if not flag.startswith("--"))
     into = os.path.isdir(last) and not ("T" in short or "--no-target-directory" in flags)
     hard = (
@@ -125,7 +127,9 @@ def of_copies(name, words, folder):
         if name == "ln"
         else (name == "cp" and ("l" in short or "--link" in flags))
     )
-    how = {"cp": "cuts", "mv": "removes", "ln": "removes"}.get(name, "writes")
+    in_place = {"--inplace", "--append", "--append-verify"} & {*flags}
+    how = {"cp": "cuts", "install": "writes", "scp": "writes"}.get(name, "removes")
+    how = "writes" if name == "rsync" and in_place else how
     if name == "cp" and (set(short) & set("niul") or any("--" in flag for flag in flags)):
         how = "writes"  # it may leave it as it is
     for source in sources:
@@ -139,7 +143,7 @@ def of_copies(name, words, folder):
             bases = {last, base} if re.search(r"(^|/)\.{0,2}$", source) else {base}
             for one in bases if name != "rsync" or source.endswith("/") else {base}:
                 found += of_copy(path, one, how, name)
-    return found
+    return [(how, whole(path)) for how, path in found]
 
 
 def parted(name, words):
@@ -172,7 +176,7 @@ def of_copy(source, target, how, name):
         if not os.path.lexists(one):
             new = one + b"/"
         if not os.path.isdir(one) or os.path.islink(one):
-            found.append(("writes", one))
+            found.append(("writes" if how == "cuts" else how, one))
     return found
 
 

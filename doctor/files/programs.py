@@ -43,7 +43,8 @@ def here():
 
 def starts(process, words, cwd, env):
     env = os.environ if env is None else env
-    hand_on(env)  # the hook must get through
+    with contextlib.suppress(TypeError):  # one that cannot be changed
+        hand_on(env)  # the hook must get through
     process.recorder.note([*process.recorder.written])
     inherited = [*process.recorder.written]  # open here: the program may write it
     variables = {}
@@ -82,7 +83,8 @@ def of_command(keeper, command, folder):
     if words and not (is_python and command.hooked):
         does = effects(words, folder)
         if not reads_only(words, does):
-            keeper.journal.append({"do": "program", "name": os.path.basename(words[0])})
+            name = os.path.basename(words[0]).replace(UNKNOWN, "$")
+            keeper.journal.append({"do": "program", "name": name})
             if command.given or is_python:  # without the hook
                 does = does + near(os.path.join(folder, UNKNOWN))
         found += does
