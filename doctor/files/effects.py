@@ -140,8 +140,10 @@ def of_copies(name, words, folder):
             if name == "mv" or hard or "--remove-source-files" in flags:
                 found.append(("removes", path))  # hard: a second name, by which it may be written
             base = os.path.join(last, os.path.basename(path)) if into else last
-            bases = {last, base} if re.search(r"(^|/)\.{0,2}$", source) else {base}
-            for one in bases if name != "rsync" or source.endswith("/") else {base}:
+            bases = {base}
+            if re.search(r"(^|/)\.{0,2}$", source):  # what is in it
+                bases = {last, base} if source.endswith("/") and name != "rsync" else {last}
+            for one in bases:
                 found += of_copy(path, one, how, name)
     return [(how, whole(path)) for how, path in found]
 

@@ -3,6 +3,7 @@
 A line is read as if every branch of it were taken: better a file too many is kept than one lost.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -14,16 +15,18 @@ from .pythons import ignores_hook, leads_here
 from .syntax import MANY, SPLIT, UNKNOWN, expanded, literal, names_in, tokens, valued, whole
 
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-KEYWORDS = "then do else if elif while until ! { } fi done esac time exec command builtin".split()
+KEYWORDS = "then do else if elif while until ! { } fi done esac".split()
+PREFIXES = "time exec command builtin".split()
 # Programs that start another, which stands behind their flags.
 STARTS = """sudo nohup nice ionice env timeout stdbuf setsid srun mpirun mpiexec taskset numactl
 chrt unbuffer xargs parallel conda""".split()
+WRITES = ("srun", "mpirun", "mpiexec", "parallel")  # what their flags name
 SETS = ("export", "declare", "local", "readonly", "typeset")
 OWN = """[ [[ in function set unset source . module conda ulimit trap wait exit return shift : eval
 popd umask read mapfile shopt alias break continue let true false""".split()
 ASSIGNS = re.compile(r"([A-Za-z_]\w*)\+?=")
 CALLED = re.compile(r"\(\)\s*\{|^\s*function\s|\bshift\b", re.MULTILINE)  # $1 is not the script's
-LONG = 1 << 20  # bytes: what is longer is no script
+LONG, LONG_VALUE = 1 << 20, 10_000  # bytes of a script, letters of a variable
 DEEP = 5  # shells in shells
 
 
@@ -43,7 +46,8 @@ def commands(words, folder, env=()):
     """The Commands of a program's words, started in a folder with these variables."""
     known = {name: [literal(value)] for name, value in dict(env).items()}
     shell = Shell([folder], known)
-    shell.run([literal(word) for word in words], [], [])
+    with contextlib.suppress(RecursionError):  # what was found until then
+        shell.run([literal(word) for word in words], [], [])
     return [*shell.found.values()]
 
 
@@ -112,8 +116,8 @@ class Shell:
         for known in self.values(texts) if texts else ():
             several = [expanded(name, known) for _, name in files]
             named = [(f[0], one) for f, all in zip(files, several, strict=True) for one in all]
-            into = [name for sign, name in named if ">>" in sign]
-            cuts = [name for sign, name in named if ">" in sign and ">>" not in sign]
+            into = [name for sign, name in named if ">>" in sign or sign == "<>"]
+            cuts = [name for sign, name in named if sign in (">", ">|", ">&", "&>")]
             self.run([one for word in words for one in expanded(word, known)], into, cuts)
         if self.goes:
             self.go()
@@ -144,6 +148,7 @@ class Shell:
     def set(self, word):
         name, value = ASSIGNS.match(word)[1], word.partition("=")[2]
         new = [valued(value, known) for known in self.values([value])]
+        new = [one if len(one) < LONG_VALUE else UNKNOWN for one in new]
         old = self.known.get(name, []) if self.open or self.chain else []
         self.known[name] = [*dict.fromkeys([*old, *new])][:MANY]
 
@@ -163,16 +168,13 @@ class Shell:
     def run(self, words, into, cuts):
         words, hooked, given = self.program(words)
         name = os.path.basename(words[0]) if words else ""
-        sure = self.sure and not (self.chain or self.open or self.found)
         if name in ("cd", "pushd", "popd"):
-            flags = re.compile(r"-[A-Za-z@]+$")
-            goes = [whole(word) for word in words[1:] if not flags.match(word)]
+            goes = [whole(word) for word in words[1:] if not re.match(r"-[A-Za-z@]+$", word)]
             self.goes += goes or ["-" if name == "popd" else "~"]
             words = []
         elif name in SETS:
-            for word in words[1:]:
-                if ASSIGNS.match(word):
-                    self.set(word)
+            for word in filter(ASSIGNS.match, words[1:]):
+                self.set(word)
             words = []
         elif name in OWN:
             self.own(name, words[1:])
@@ -180,10 +182,13 @@ class Shell:
         elif name:
             words = self.shell(name, words, given)
         if words or into or cuts:
-            plain = [[whole(word) for word in part] for part in (words, into, cuts)]
-            given = given or self.given
-            command = Command(*plain, [*self.folders], hooked, given, sure)
-            self.found.setdefault(str(command[:-1]), command)
+            self.add(words, into, cuts, hooked, given)
+
+    def add(self, words, into, cuts, hooked, given):
+        plain = [[whole(word) for word in part] for part in (words, into, cuts)]
+        sure = self.sure and not (self.chain or self.open or self.found)
+        command = Command(*plain, [*self.folders], hooked, given or self.given, sure)
+        self.found.setdefault(str(command[:-1]), command)
 
     def program(self, words):
         """(the program and its words, whether it has the hook's variables, whether more come)"""
@@ -193,8 +198,10 @@ class Shell:
             if ASSIGNS.match(words[0]):
                 hooked = hooked and not ignores_hook([words[0]])
                 words = words[1:]
-            elif words[0] in KEYWORDS:
-                words = words[1:]
+            elif words[0] in PREFIXES:
+                looks = words[:2] in (["command", "-v"], ["command", "-V"])
+                flags = itertools.takewhile(lambda word: word.startswith("-"), words[1:])
+                words = [] if looks else words[1 + len([*flags]) :]
             elif name in STARTS:
                 behind = (i for i, w in enumerate(words) if i and self.is_program(w))
                 at = next(behind, None)
@@ -203,6 +210,8 @@ class Shell:
                 flags = words[1:at] if name == "env" else []
                 hooked = hooked and name != "sudo" and not ignores_hook(flags)
                 given = given or name in ("xargs", "parallel")
+                if name in WRITES:
+                    self.add(words[:at], [], [], hooked, False)
                 words = words[at:]
             else:
                 break
@@ -218,6 +227,7 @@ class Shell:
 
     def own(self, name, words):
         """What the shell does itself."""
+        self.sure = self.sure and name == "set"  # else it may end here
         if name in ("source", ".", "eval", "trap") and self.depth < DEEP and words:
             self.depth += 1
             text = " ".join(map(whole, words[:1] if name == "trap" else words))
@@ -227,8 +237,6 @@ class Shell:
             self.known |= {word: [UNKNOWN] for word in words if re.fullmatch(r"\w+", word)}
         elif name == "unset":
             self.known |= {word: [""] for word in words}
-        elif name in ("exit", "return", "wait"):
-            self.sure = False
 
     def shell(self, name, words, given):
         """The commands of a shell's line or script; returns the words of what is a program."""
@@ -272,8 +280,7 @@ def flags_of(words):
         if not flag.startswith("--"):
             line = line or (flag[0] == "-" and "c" in flag)
             at += flag[-1] in "oO"
-        elif flag in ("--rcfile", "--init-file"):
-            at += 1
+        at += flag in ("--rcfile", "--init-file")
     return line, words[at:]
 
 
