@@ -228,13 +228,18 @@ def of_git(words, folder):
     if name in GIT_READS or not name:
         return []
     if name in ("clone", "init"):
-        return named("writes", words[1:], folder)
+        names = [word for word in words[words.index(name) + 1 :] if word not in flags] or ["."]
+        made = os.path.join(names[-1], ".git")
+        if name == "clone":  # from the first: it is only read
+            made = os.path.basename(names[0].rstrip("/")).removesuffix(".git")
+            made = names[-1] if names[1:] else made
+        return named("writes", [made], folder)
     top = os.path.realpath(folder)
     while not os.path.isdir(os.path.join(top, ".git")) and os.path.dirname(top) != top:
         top = os.path.dirname(top)
     own, top = os.fsencode(os.path.join(top, ".git")), os.fsencode(top)
-    if not os.path.isdir(own):
-        return []
+    if not os.path.isdir(own):  # yet, where an earlier command of the line makes it
+        return [] if name in (*GIT_ONLY, "add") else [("near", whole(os.fsencode(folder)))]
     if name == "add":
         return [("removes", os.path.join(own, b"index"))]
     objects = os.path.join(own, b"objects")

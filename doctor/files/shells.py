@@ -12,7 +12,7 @@ import shutil
 from typing import NamedTuple
 
 from .pythons import ignores_hook, leads_here
-from .syntax import MANY, SPLIT, UNKNOWN, expanded, literal, names_in, tokens, valued, whole
+from .syntax import MANY, SPLIT, UNKNOWN, expanded, literal, matches, tokens, used_by, valued, whole
 
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 KEYWORDS = "then do else if elif while until ! { } fi done esac".split()
@@ -125,7 +125,7 @@ class Shell:
     def values(self, texts):
         """What the variables in them may be: [{name: value}]."""
         known = self.known | {"PWD": self.folders}
-        names = sorted(names_in(texts) & known.keys())
+        names = sorted(used_by(texts) & known.keys())
         if math.prod(len(known[name]) for name in names) > MANY - len(self.found) // 10:
             names = [name for name in names if len(known[name]) == 1]
         found = itertools.product(*(known[name] for name in names))
@@ -141,9 +141,11 @@ class Shell:
             if words[0] != "case" and len(words) > 1:
                 each = words[3:] if words[2:3] == ["in"] else ["$@"]
                 every = [e for known in self.values(each) for w in each for e in expanded(w, known)]
+                every = [name for one in every for name in matches(one, self.folders)]
                 self.known[words[1]] = [*dict.fromkeys(every)] or [""]
             return []
-        return words
+        is_test = words and (words[0].startswith("-") or words[-1] == "]]")  # behind && in [[ ]]
+        return [] if is_test else words
 
     def set(self, word):
         name, value = ASSIGNS.match(word)[1], word.partition("=")[2]

@@ -1,6 +1,8 @@
 """A shell's line as words and signs: quotes, comments, substitutions, variables, braces."""
 
+import glob
 import itertools
+import os
 import re
 
 # In a word, until it is whole: what was quoted, and what only the shell can know.
@@ -141,7 +143,7 @@ def closing(text, at):
     return len(text)
 
 
-def names_in(words):
+def used_by(words):
     """The variables that they use."""
     return {m[2] or m[3] for word in words for m in VARIABLE.finditer(word)}
 
@@ -183,6 +185,16 @@ def braces(word):
         return [word]
     both = (word[: found.start()] + one + word[found.end() :] for one in inside)
     return [*itertools.islice((one for part in both for one in braces(part)), MANY)]
+
+
+def matches(word, folders):
+    """The names that a pattern of a loop means; itself where they are many."""
+    names = []
+    for folder in folders if glob.has_magic(word) and UNKNOWN not in word else ():
+        found = glob.iglob(os.path.join(glob.escape(folder), whole(word)))
+        start = 0 if os.path.isabs(word) else len(os.path.join(folder, ""))
+        names += [literal(name[start:]) for name in itertools.islice(found, MANY)]
+    return names if 0 < len(names) < MANY else [word]
 
 
 def whole(word):

@@ -22,6 +22,8 @@ CLEAR = {
     "((n++)); x=$((1 + 2)); time -p rm e$x; command -v rm": ["rm e?"],
     "trap 'rm a' EXIT; eval rm b; export A=1": ["rm a", "rm b"],
     "rm 'unclosed": ["rm unclosed"],
+    "[[ -d a && ! -d b ]] && rm c": ["rm c"],
+    "for f in /etc/host[s]; do rm $f; done": ["rm /etc/hosts"],
 }
 
 
@@ -108,6 +110,10 @@ WRITES = {
     "zip -qr code.zip .": {"writes code.zip"},
     "diff -r src store": set(),
     "git status": set(),
+    "git init -q .": {"writes .git"},
+    "git clone -q src/one.git": {"writes one"},
+    "git clone src/one new": {"writes new"},
+    "xz src/none*": {"writes src/none*", "writes src/none*.xz"},
     "sed s/a/b/ src/one": set(),
     "gzip -k src/one": {"writes src/one", "writes src/one.gz"},
     "sort -o src/one src/one": {"writes src/one"},
