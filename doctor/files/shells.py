@@ -16,7 +16,7 @@ from .syntax import MANY, SPLIT, UNKNOWN, expanded, literal, matches, tokens, us
 
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 KEYWORDS = "then do else if elif while until ! { } fi done esac".split()
-PREFIXES = "time exec command builtin".split()
+PREFIXES = ("time", "exec", "command", "builtin")
 # Programs that start another, which stands behind their flags.
 STARTS = """sudo nohup nice ionice env timeout stdbuf setsid srun mpirun mpiexec taskset numactl
 chrt unbuffer xargs parallel conda""".split()
@@ -149,6 +149,7 @@ class Shell:
 
     def set(self, word):
         name, value = ASSIGNS.match(word)[1], word.partition("=")[2]
+        value = f"${{{name}}}{value}" if word.startswith(name + "+") else value
         new = [valued(value, known) for known in self.values([value])]
         new = [one if len(one) < LONG_VALUE else UNKNOWN for one in new]
         old = self.known.get(name, []) if self.open or self.chain else []
@@ -183,14 +184,14 @@ class Shell:
             words = []
         elif name:
             words = self.shell(name, words, given)
-        if words or into or cuts:
-            self.add(words, into, cuts, hooked, given)
+        self.add(words, into, cuts, hooked, given)
 
     def add(self, words, into, cuts, hooked, given):
         plain = [[whole(word) for word in part] for part in (words, into, cuts)]
         sure = self.sure and not (self.chain or self.open or self.found)
         command = Command(*plain, [*self.folders], hooked, given or self.given, sure)
-        self.found.setdefault(str(command[:-1]), command)
+        if words or into or cuts:
+            self.found.setdefault(str(command[:-1]), command)
 
     def program(self, words):
         """(the program and its words, whether it has the hook's variables, whether more come)"""
@@ -235,18 +236,17 @@ class Shell:
             text = " ".join(map(whole, words[:1] if name == "trap" else words))
             self.read(script(whole(words[0]), self.folders)[1] if name in ("source", ".") else text)
             self.depth -= 1
-        elif name in ("read", "mapfile"):
-            self.known |= {word: [UNKNOWN] for word in words if re.fullmatch(r"\w+", word)}
-        elif name == "unset":
-            self.known |= {word: [""] for word in words}
+        elif name in ("read", "mapfile", "unset"):
+            value = "" if name == "unset" else UNKNOWN
+            self.known |= {word: [value] for word in words if re.fullmatch(r"\w+", word)}
 
     def shell(self, name, words, given):
         """The commands of a shell's line or script; returns the words of what is a program."""
         if self.depth >= DEEP:
             return words
         if name not in SHELLS:
-            path, text = script(whole(words[0]), self.folders, only_shells=True)
-            self.read_script(path, text, words[1:], given)
+            found = script(whole(words[0]), self.folders, only_shells=True)
+            self.read_script(*found, words[1:], given)
             return words
         line, others = flags_of(words)
         if line:
@@ -257,8 +257,7 @@ class Shell:
             return []
         self.reads_input = not others
         if others:
-            path, text = script(whole(others[0]), self.folders)
-            self.read_script(path, text, others[1:], given)
+            self.read_script(*script(whole(others[0]), self.folders), others[1:], given)
         return words
 
     def read_script(self, path, text, words, given):
@@ -269,8 +268,7 @@ class Shell:
         if CALLED.search(text):
             place = {str(number): [*words, UNKNOWN] for number in range(1, 10)}
         place["@"] = place["*"] = [SPLIT.join(words)]
-        place["SCRIPTS_FOLDER"] = [literal(os.path.dirname(path))]
-        place["0"] = [literal(path)]
+        place |= {"0": [literal(path)], "SCRIPTS_FOLDER": [literal(os.path.dirname(path))]}
         self.below(1, given, **place).read(text)
 
 

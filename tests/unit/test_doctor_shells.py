@@ -67,6 +67,8 @@ def test_who_has_the_hook(tmp_path, monkeypatch):
         'PYTHONPATH="src:$PYTHONPATH" python': True,
         'export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"; python': True,
         "export PYTHONPATH=src; bash -c python": False,
+        "PYTHONPATH+=:src; python": True,
+        "unset PYTHONPATH; python": False,
         "env -i python": False,
         "env A=1 python": True,
         "env -u PYTHONPATH nice python": False,
