@@ -10,7 +10,7 @@ import os
 import sys
 import urllib.parse
 
-from . import listing, programs, writers
+from . import listing, programs, pythons, writers
 from .journal import NOTHING_THERE, RUN, NotKept
 from .keep import Keeper
 from .process import HERE, INTERRUPTS, Process, real, text
@@ -214,6 +214,7 @@ def install():
     listing.install()
     INTERRUPTS.install()
     os.register_at_fork(after_in_child=process.forked)
+    pythons.install()
     sys.addaudithook(hook)
     writers.install(process)
     process.recorder.begin()

@@ -118,6 +118,7 @@ class Journal:
         self.writing = {}  # path: the processes that may have it open
         self.stores = []  # hidden folders of kept files
         self.programs = set()
+        self.large = set()  # paths that a program may write, too large to be copied
         self.notes = set()
         self.met = False  # whether another run began or went on beside it
         self.done = False
@@ -174,6 +175,8 @@ class Journal:
             self.stores.append(path)
         elif do == "program":
             self.programs.add(entry["name"])
+        elif do == "large":
+            self.large.add(path)
         elif do == "note":
             self.notes.add(entry["text"])
         elif do == "run":

@@ -225,6 +225,8 @@ class Keeper:
         """Entries of all that is in a folder, and of itself."""
         entries = []
         for path, info in walk(top):
+            if HIDDEN in path or inside(path, self.journal.root):
+                continue  # our own
             if stat.S_ISDIR(info.st_mode):
                 entries += self.of_folder(path)
                 continue

@@ -1,183 +1,145 @@
 """Keeps what the programs that the script starts are about to touch.
 
-A Python program has the hook itself (site/). Of any other, each word of its command that names a
-file or folder is kept before it starts. What it does beyond that nobody can see: the report says
-which programs there were.
+A Python program has the hook itself (pythons.py). Of any other, each word of its command that names
+a file or folder is kept before it starts: shells.py reads its line or script, effects.py knows what
+usual programs do. What they do beyond that nobody can see: the report says which there were.
 """
 
 import contextlib
-import fnmatch
-import glob
+import itertools
 import os
-import re
 import shlex
-import shutil
 import stat
 
 from .disk import walk
+from .effects import effects, named, near, reads_only
 from .journal import seen
-from .shells import BEFORE, commands
+from .pythons import hand_on, has_hook
+from .shells import commands
+from .syntax import UNKNOWN
 
-READ_ONLY = """nvidia-smi rocm-smi uname lscpu lspci ls cat head tail grep find du df wc which file
-ldconfig hostname id ps free getconf nproc numactl echo printf test true false sleep date stat
-md5sum sha256sum""".split()
-COMPILERS = "gcc g++ cc c++ clang clang++ nvcc ld as ptxas".split()  # they write what -o names
-FINDS_AND_DOES = {"-delete", "-exec", "-execdir", "-ok", "-okdir", "-fprint", "-fprintf", "-fls"}
-REMOVES = ("rm", "rmdir", "unlink", "shred", "mv")
-COPIES = ("cp", "install", "ln", "rsync", "scp")
 FILES, BYTES = 10_000, 256 << 20  # a folder with more is kept by links alone: bytes cost time
 
 
 def on_popen(process, executable, args, cwd, env):
     words = shlex.split(os.fsdecode(args)) if isinstance(args, (str, bytes)) else args
-    if isinstance(env, dict):  # an environment of its own: the hook must get through
-        hand_on(env)
-    starts(process, [os.fsdecode(word) for word in words], os.fsdecode(cwd or os.getcwd()))
+    starts(process, [os.fsdecode(word) for word in words], os.fsdecode(cwd or here()), env)
 
 
 def on_system(process, command):
-    starts(process, ["sh", "-c", os.fsdecode(command)], os.getcwd())
+    starts(process, ["sh", "-c", os.fsdecode(command)], here(), None)
 
 
 def on_exec(process, path, args, env):
-    if isinstance(env, dict):
-        hand_on(env)
-    starts(process, [os.fsdecode(word) for word in args], os.getcwd())
+    starts(process, [os.fsdecode(word) for word in args], here(), env)
 
 
-def hand_on(env):
-    """The variables by which a Python program gets the hook."""
-    for name in ("DOCTOR_FILES", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
-        value = os.environ.get(name)
-        key = name.encode() if name.encode() in env else name
-        if value and key not in env:
-            env[key] = value
-        elif value and name == "PYTHONPATH":  # of its own: our folder comes first
-            theirs, ours = os.fsdecode(env[key]), value.partition(os.pathsep)[0]
-            if ours not in theirs.split(os.pathsep):
-                both = os.pathsep.join(filter(None, [ours, theirs]))
-                env[key] = both.encode() if isinstance(env[key], bytes) else both
+def here():
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone: what is named by a whole path is there
+        return "/"
 
 
-def starts(process, words, cwd):
+def starts(process, words, cwd, env):
+    env = os.environ if env is None else env
+    with contextlib.suppress(TypeError):  # one that cannot be changed
+        hand_on(env)  # the hook must get through
     process.recorder.note([*process.recorder.written])
     inherited = [*process.recorder.written]  # open here: the program may write it
-    for command in commands(words, cwd):
-        with contextlib.suppress(ValueError):
-            process.do(will_run, process.skips, *command, cwd)
-            if command[0][:1] == ["cd"] and command[0][1:] and "$" not in command[0][1]:
-                cwd = os.path.join(cwd, command[0][1])
+    variables = {}
+    if hasattr(env, "items"):
+        variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
+    process.do(will_run, process.skips, commands(words, cwd, variables))
     if inherited:
         process.do(lambda keeper: keeper.writes(inherited, "program"))
 
 
-def will_run(keeper, skips, words, into, cwd):
-    while words and BEFORE.match(words[0]):
-        words = words[1:]
-    name = os.path.basename(words[0]) if words else ""
-    for path in named_by(into, cwd):
-        if not skips(path):
-            keep(keeper, path, "writes")
-    reads = name in READ_ONLY and not (name == "find" and FINDS_AND_DOES & {*words})
-    if not words or reads or has_hook(words):
-        return
-    named = words[1:]
-    if name in COMPILERS and "-o" in words:
-        named = [file for flag, file in zip(words, named, strict=False) if flag == "-o"]
-    else:
-        keeper.journal.append({"do": "program", "name": name})
-    if name == "cd":
-        return
-    paths = [path for path in named_by(named, cwd) if not skips(path)]
-    if name in COPIES:
-        if makes_names(name, words[1:]):
-            for path in paths[:-1]:  # a second name of what was there, by which it may be written
-                keep(keeper, path, "removes")
-        paths = targets(paths)
-    how = "removes" if name in REMOVES or "-delete" in words else "writes"
-    for path in paths:
-        keep(keeper, path, how)
-    if name == "mv":
-        for path in targets(paths):
-            keep(keeper, path, how)
+def will_run(keeper, skips, found):
+    """found: the Commands of one start."""
+    unclear = False
+    for command in found:
+        touched = {}
+        for folder in command.folders:
+            with contextlib.suppress(ValueError):  # a word that names nothing
+                touched |= dict.fromkeys(of_command(keeper, command, os.path.abspath(folder)))
+        for how, path in touched:
+            unclear = unclear or how == "near"
+            if not skips(path):
+                keep(keeper, path, how, command.sure)
+    if unclear:  # names come from a pipe or a variable: perhaps these
+        for command, folder in ((one, folder) for one in found for folder in one.folders):
+            with contextlib.suppress(ValueError):
+                for _, path in named("near", command.words[1:], folder):
+                    if not skips(path) and seen(path):
+                        keep(keeper, path, "near")
 
 
-def makes_names(name, words):
-    """Whether it makes hard links: ln without -s, cp -l."""
-    symbolic = any(re.match(r"-\w*s|--symbolic", word) for word in words)
-    return not symbolic if name == "ln" else any(re.match(r"-\w*l|--link", w) for w in words)
+def of_command(keeper, command, folder):
+    """What it does with files, from this folder."""
+    words = command.words
+    found = [*named("writes", command.into, folder), *named("cuts", command.cuts, folder)]
+    is_python = bool(words) and has_hook(words)
+    if words and not (is_python and command.hooked):
+        does = effects(words, folder)
+        if not reads_only(words, does):
+            name = os.path.basename(words[0]).replace(UNKNOWN, "$")
+            keeper.journal.append({"do": "program", "name": name})
+            if command.given or is_python:  # without the hook
+                does = does + near(os.path.join(folder, UNKNOWN))
+        found += does
+    return found
 
 
-def has_hook(words):
-    """Whether it is a Python that reads our site folder, or a script for one."""
-    name = os.path.basename(words[0])
-    if fnmatch.fnmatch(name, "python*") or fnmatch.fnmatch(name, "pypy*"):
-        return not any(re.match(r"-[a-zA-Z]*[IES]", word) for word in words[1:3])
-    found = shutil.which(words[0])
-    with contextlib.suppress(OSError), open(found or "", "rb") as file:
-        return b"python" in file.read(200).partition(b"\n")[0] and bool(found)
-    return False
-
-
-def named_by(words, cwd):
-    """The paths that words may mean: absolute, their folders without links, patterns expanded."""
-    paths = []
-    for word in words:
-        for part in {word, word.partition("=")[2] if "=" in word else word}:  # of=FILE, --out=FILE
-            if not part or part.startswith("-") or len(part) > 4096 or "\0" in part:
-                continue
-            path = os.path.join(cwd, os.path.expandvars(os.path.expanduser(part)))
-            found = glob.glob(path) if glob.has_magic(path) else []
-            paths += [os.fsencode(one) for one in found or [path]]
-    return [whole(path) for path in paths]  # `cp -r a a` names one twice, and writes a/a
-
-
-def whole(path):
-    folder, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(folder), name)
-
-
-def targets(paths):
-    """What cp or mv writes: the last, or what it gets in a folder."""
-    *sources, last = paths or [b"/"]
-    if os.path.isdir(last):
-        return [whole(os.path.join(last, os.path.basename(source))) for source in sources]
-    return [last]
-
-
-def keep(keeper, path, how):
-    """how: 'removes' needs a link; 'writes' a fresh inode as well, for it may be written there."""
+def keep(keeper, path, how, sure=False):
+    """how: see effects.py. sure: the program begins now."""
     info = seen(path)
-    if info and stat.S_ISLNK(info.st_mode) and how == "writes":
+    writes = how in ("writes", "cuts")
+    if info and stat.S_ISLNK(info.st_mode) and writes:
         target = os.path.realpath(path)
         if not os.path.islink(target):  # else it is a circle
-            keep(keeper, target, how)
+            keep(keeper, target, how, sure)
     if not info:
+        if how == "near":
+            return
         new = path
         while not seen(os.path.dirname(new)):  # as mkdir -p makes them
             new = os.path.dirname(new)
         keeper.will_make(new)
     elif stat.S_ISDIR(info.st_mode):
-        if path == b"/" or os.path.ismount(path):
+        if path == b"/" or (os.path.ismount(path) and how != "removes"):
             return
         keep_folder(keeper, path, how)
-    elif how == "removes" or info.st_size > BYTES or stat.S_ISLNK(info.st_mode):
+    elif not writes or stat.S_ISLNK(info.st_mode):
         keeper.will_remove(path)
+    elif info.st_size <= BYTES or (how == "cuts" and (sure or has_room(path, info))):
+        large = info.st_size > BYTES  # else it is copied: another may read it before it is cut
+        keeper.will_write(path, sure and large and how == "cuts", "program")
     else:
-        keeper.will_write(path, False, "program")
-    keeper.writes([path], "program")
+        keeper.will_remove(path)
+        if keeper.others.is_protected(info):
+            keeper.journal.append({"do": "large", "path": path})
+    if how != "near":  # then whatever is there is the run's
+        keeper.writes([path], "program")
+
+
+def has_room(path, info):
+    """For a copy, which takes as long as the program's own."""
+    place = os.statvfs(os.path.dirname(path))
+    return place.f_bavail * place.f_frsize > 2 * info.st_size
 
 
 def keep_folder(keeper, path, how):
-    count = size = 0
-    for _, info in walk(path):
-        count, size = count + 1, size + info.st_size
-        if count > 10 * FILES:
-            return
-    if how == "removes" or count > FILES or size > BYTES:
+    if how == "removes":  # all of it, as shutil.rmtree
         keeper.will_remove_tree(path)
         return
-    for inner, info in [*walk(path)]:
+    few = [*itertools.islice(walk(path), 10 * FILES + 1)]
+    if len(few) > 10 * FILES:
+        return
+    if how == "near" or len(few) > FILES or sum(info.st_size for _, info in few) > BYTES:
+        keeper.will_remove_tree(path)
+        return
+    for inner, info in few:
         if stat.S_ISREG(info.st_mode):
             keeper.will_write(inner, False, "program")
         else:

@@ -5,7 +5,7 @@ import sys
 import tempfile
 
 from ..words import listed, say
-from .journal import below, parents
+from .journal import MTIME, SIZE, below, parents, seen
 
 MANY = 12  # more names than this nobody reads
 
@@ -40,6 +40,8 @@ def lines(done, work_folder, unseen=(), earlier=False):
     if programs:
         text = say("of programs, only the files that their commands name are kept")
         said.append(say("{text}: {names}", text=text, names=listed(programs)))
+    large = say("too large to be copied, and written by a program: what was in them is lost")
+    tell(large, [path for path in done.journal.large if was_written(path, done.journal)])
     for note in sorted(done.journal.notes):
         said.append(say("the doctor failed, and may have missed a file: {note}", note=note))
     return said
@@ -51,6 +53,13 @@ def not_all(journal, error):
         error=f"{type(error).__name__}: {error}",
         folder=os.fsdecode(journal.folder),
     )
+
+
+def was_written(path, journal):
+    """Whether a file that was kept by a link alone has other bytes by now."""
+    info = seen(path)
+    old = journal.facts.get((info.st_dev, info.st_ino)) if info else None
+    return bool(old) and (info.st_size, info.st_mtime_ns) != (old[SIZE], old[MTIME])
 
 
 def of_one_left(path, why, older, work_folder):

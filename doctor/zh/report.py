@@ -106,6 +106,9 @@ SENTENCES = {
     "of programs, only the files that their commands name are kept": (
         "对于这些程序，只能恢复命令里写明的文件"
     ),
+    "too large to be copied, and written by a program: what was in them is lost": (
+        "太大、没有复制，又被程序改写过，原来的内容已经丢失"
+    ),
     "the doctor failed, and may have missed a file: {note}": (
         "医生自己出了错，可能漏掉了文件：{note}"
     ),

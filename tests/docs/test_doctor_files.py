@@ -236,6 +236,48 @@ WAYS = {
     "posix_spawn": 'os.waitpid(os.posix_spawn("/bin/rm", ["rm", "a"], os.environ), 0)',
     "exec": 'os.execvp("cp", ["cp", "a", "b"])',
     "python": "subprocess.run([sys.executable, \"-c\", \"open('a', 'w'); open('n', 'w')\"])",
+    "lines": r"""
+        subprocess.run("echo x\nrm -rf ckpt", shell=True)
+        subprocess.run("cp b \\\n  a\necho done # c", shell=True); os.system("rm -f x#1 b")""",
+    "shells in shells": r"""
+        open("clean.sh", "w").write("rm -rf $1\necho x > a\n"); os.system("bash clean.sh ckpt")
+        subprocess.run(["bash", "-lc", "rm b"]); os.system("timeout 5 bash -c 'rm c'")
+        subprocess.run(["bash", "-euo", "pipefail", "-c", "rm log"])
+        os.system("nice -n 1 sh <<X\nrm lone\nX\n")""",
+    "a line's folders": 'os.system("(cd ckpt && ls); rm -f a; cd missing; rm -f b; cd runs; rm *")',
+    "a line's variables": """
+        os.system("d=ckpt; rm -rf $d; for i in a b; do rm $i; done")
+        subprocess.run("rm -rf $D ${E:-log}", shell=True, env={**os.environ, "D": "runs"})
+        subprocess.run(["bash", "-c", "rm {c,lone} text.$(echo json)"])""",
+    "a line's pipes": """
+        os.makedirs("archive"); os.system("ls a b | xargs -I{} mv {} archive/")
+        os.system("ls ckpt/one | while read f; do rm $f; done; rm $(ls -t runs/*); ls c | xargs rm")
+        os.system("find . -name log | xargs -n 1 sh -c 'rm $0'")""",
+    "a pipe alone": 'os.system("ls -t a b c | tail -n +2 | xargs rm -f")',
+    "what cp copies": """
+        os.makedirs("n/deep"); os.mkdir("m")
+        for name in ("n/one", "n/deep/two", "n/new", "m/a", "m/b", "m/best.pth"):
+            open(name, "w").write("new")
+        os.system("cp -r n/. ckpt; cp -t runs m/best.pth; cp --target-directory=. m/a; cp -rT m .")
+        subprocess.run(["mv", "-t", "runs", "c"])
+        os.system("gzip log; bzip2 lone; zip -qm z text.json")""",
+    "large files": """
+        programs = sys.modules["doctor_files_hook.programs"]
+        programs.BYTES = programs.FILES = 9; os.path.ismount = lambda path: True
+        subprocess.run(["cp", "a", "b"]); os.system("true; cp a c; echo x > log; rm -rf ckpt")""",
+    "python, another PYTHONPATH": """
+        import multiprocessing
+        def save(name, env=None):
+            code = f"open({name!r}, 'a').write('new'); open({name + '.new'!r}, 'w')"
+            return [sys.executable, "-c", code]
+        if __name__ == "__main__":
+            os.environ["PYTHONPATH"] = "."; subprocess.check_call(save("a"))
+            os.environ.pop("PYTHONPATH"); os.environ.pop("DOCTOR_FILES")
+            one = multiprocessing.get_context("spawn").Process(target=open, args=["b", "w"])
+            one.start(); one.join(); assert one.exitcode == 0
+            os.environ.clear(); os.system(subprocess.list2cmdline(save("c")))
+            os.waitpid(os.posix_spawn(sys.executable, save("lone"), {}), 0)
+            os.execve(sys.executable, save("log"), {})""",
     "python, its environment": """
         code = "import os, shutil; open('a', 'w').write('n'); shutil.rmtree('ckpt')"
         subprocess.check_call([sys.executable, "-c", code], env={"PATH": "/bin"})""",
@@ -463,6 +505,58 @@ def test_programs_that_read_or_write_by_their_flags(place):
     place.run(script)
     script = 'import os; os.system("gcc --version -o a >/dev/null; echo x > b; rm a b")'
     place.assert_unchanged(place.run(script)[1])
+
+
+def test_links_that_programs_change(place):
+    os.symlink("ckpt", place.path / "latest")
+    os.symlink("runs", place.path / "last")
+    place.before = snapshot(place.path)
+    script = """import os
+os.system("ln -sfn runs latest; ls -d last | xargs rm")
+"""
+    place.assert_unchanged(place.run(script)[1])
+
+
+def test_programs_that_read_do_not_own_what_they_read(place):
+    """What somebody else writes meanwhile stays."""
+    (place.path / "new").mkdir()
+    script = """import os, time
+for line in ("zip -qr code.zip .", "tar czf x.tgz .", "diff -r ckpt runs", "sed s/a/b/ a"):
+    os.system(line + " >/dev/null")
+os.system("git init -q new; git -C new add . ; git -C new status -s; cat $(echo a) > /dev/null")
+print("ready", os.getpid(), flush=True); time.sleep(2)
+"""
+    job, _ = started(place, script)
+    for name in ("a", "ckpt/one"):
+        (place.path / name).write_text("theirs")
+    said, _ = job.communicate(timeout=150)
+    for name in ("a", "ckpt/one"):
+        assert (place.path / name).read_text() == "theirs", (name, said)
+    assert not (place.path / "code.zip").exists() and not (place.path / "x.tgz").exists(), said
+
+
+def test_a_python_without_the_hook_is_named(place):
+    """The shell takes it away: what a link can keep is kept."""
+    script = """import os, sys
+lines = ["PYTHONPATH=. python -c", "env -u PYTHONPATH python -c", "export PYTHONPATH=.; python -c"]
+for name, line in zip("abc", lines):
+    code = f"import os; os.remove('{name}')"
+    os.system(f'{line} "{code}"'.replace("python", sys.executable))
+code = "open('log', 'w')"
+os.system(f'PYTHONPATH=.:$PYTHONPATH {sys.executable} -c "{code}"')
+"""
+    said = place.run(script)[1]
+    place.assert_unchanged(said)
+    assert "only the files that their commands name are kept: python" in said, said
+
+
+def test_a_large_file_that_a_program_writes_is_told(place):
+    script = """import os, sys
+sys.modules["doctor_files_hook.programs"].BYTES = 9
+os.system("echo new >> a; cat b >> c; touch -r b b; tee n < log >/dev/null")
+"""
+    said = place.run(script)[1]
+    assert "written by a program: what was in them is lost: a, c\n" in said, said
 
 
 def test_a_program_with_an_environment_of_its_own(place):
