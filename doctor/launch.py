@@ -54,9 +54,9 @@ def examine(args, files, processes, nodes=1, quiet=False):
             deaths.wait(0.1)
             stopped = stopped or stands_still(folder, args.patience, deaths.pids)
             if stopped:
+                stop(folder, deaths)
                 if by.is_torchrun:
                     job.kill()  # else it tells at length how its processes were killed
-                stop(folder, deaths)
     finally:
         stop(folder, deaths)
         with contextlib.suppress(subprocess.TimeoutExpired):
