@@ -5,6 +5,7 @@ keep.py      how what was there is kept; disk.py: copies and walks
 hook.py      sees what a process of the run is about to do; programs.py and writers.py see what
              Python's audit events do not tell; record.py: when a file was closed; site/ starts it
 process.py   that process, and what must not come in between: signals, finalizers, other threads
+instead.py   puts a function in the place of a built-in one
 listing.py   hides the folders of kept files from it
 shells.py    which programs a command starts, and where; syntax.py: a shell's words;
              effects.py: what a program does with files; pythons.py: a Python gets the hook

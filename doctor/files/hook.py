@@ -11,9 +11,10 @@ import sys
 import urllib.parse
 
 from . import listing, programs, pythons, writers
+from .instead import put_instead
 from .journal import NOTHING_THERE, RUN, NotKept
 from .keep import Keeper
-from .process import HERE, INTERRUPTS, Process, real, text
+from .process import HERE, INTERRUPTS, Process, own_work, real, text
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -151,9 +152,9 @@ LOSES = {on_open, on_write, on_truncate, on_rename, on_remove, on_rmtree, on_att
 
 def guarded(process, handler, *args):
     """A fault of ours is noted. It ends the script's call only where a file would be lost."""
-    was, HERE.busy = HERE.busy, True
     try:
-        handler(process, *args)
+        with own_work():
+            handler(process, *args)
     except NotKept:
         raise
     except Exception as error:
@@ -165,8 +166,7 @@ def guarded(process, handler, *args):
         if handler in LOSES:
             raise NotKept(f"the doctor could not keep what is there: {said}") from error
     finally:
-        HERE.busy = was
-        if not was:
+        if not HERE.waits:
             INTERRUPTS.go_on()
 
 
@@ -208,9 +208,7 @@ def install():
         real_mkfifo(path, mode, dir_fd=dir_fd)
 
     for name, new in (("open", open_), ("_exit", exit_), ("mkfifo", mkfifo)):
-        new.__name__, new.__doc__ = name, getattr(os, name).__doc__
-        setattr(os, name, new)
-    os.supports_dir_fd.add(os.open)  # shutil asks there
+        put_instead(os, name, new)
     listing.install()
     INTERRUPTS.install()
     os.register_at_fork(after_in_child=process.forked)

@@ -2,6 +2,7 @@
 
 import os
 
+from .instead import put_instead
 from .journal import HIDDEN
 
 
@@ -14,12 +15,8 @@ def install():
     def scandir(path=None):
         return Entries(entries(path))
 
-    for name, new in (("listdir", listdir), ("scandir", scandir)):
-        new.__doc__ = getattr(os, name).__doc__
-        for places in (os.supports_fd, os.supports_dir_fd):  # shutil asks there
-            if getattr(os, name) in places:
-                places.add(new)
-        setattr(os, name, new)
+    put_instead(os, "listdir", listdir)
+    put_instead(os, "scandir", scandir)
 
 
 def hidden(name):

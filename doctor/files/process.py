@@ -1,8 +1,8 @@
 """This process of the run: its journal, the lock, and what must not come in between.
 
 While a file is kept, this thread holds the lock of all runs, and nothing that it does is looked at.
-So a handler of a signal waits until that is done: it may save a checkpoint. A finalizer may save,
-too: garbage is not collected while the lock is held, and what it does is looked at else.
+So a handler of a signal waits until that is done: it may save a checkpoint. Garbage is not
+collected meanwhile either, for a finalizer may save, too.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import signal
 import threading
 
 from . import record
+from .instead import put_instead
 from .journal import HIDDEN, Journal, NotKept, below, locked
 from .keep import Keeper
 
@@ -22,12 +23,63 @@ FILES = b"/dev/shm/"
 class Here(threading.local):
     """What this thread is doing."""
 
-    busy = was_busy = False  # our own work: it is not looked at
+    waits = False  # handlers of signals wait
+    busy = False  # our own work: it is not looked at
     keeps = False  # it holds the lock
     dir_fd = -1  # of the os.open that is called: its event does not tell
 
 
 HERE = Here()
+
+
+class Garbage:
+    """Is collected when no thread is at our own work."""
+
+    def __init__(self):
+        self.lock = threading.RLock()  # a finalizer may come in between
+        self.threads, self.collects = 0, False
+
+    @contextlib.contextmanager
+    def left(self):
+        with self.lock:
+            if not self.threads:
+                self.collects = gc.isenabled()
+                gc.disable()
+            self.threads += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.threads -= 1
+                if self.collects and not self.threads:
+                    gc.enable()
+
+    def forked(self):
+        """The other threads, and what they were at, are not here."""
+        if self.threads and self.collects:
+            gc.enable()
+        self.lock, self.threads = threading.RLock(), 0
+
+
+GARBAGE = Garbage()
+
+
+@contextlib.contextmanager
+def own_work():
+    """What this thread does in it is not looked at, and is not interrupted."""
+    if HERE.busy:
+        yield
+        return
+    was, HERE.waits = HERE.waits, True
+    try:
+        with GARBAGE.left():  # first, for this may collect some, and finalizers are looked at
+            HERE.busy = True
+            try:
+                yield
+            finally:
+                HERE.busy = False
+    finally:
+        HERE.waits = was
 
 
 class Process:
@@ -38,17 +90,16 @@ class Process:
         self.keeper = Keeper(Journal(folder))
         self.recorder = record.Recorder(self)
         self.told = []  # functions that are told the path of each file that is written anew
-        self.collects = False  # garbage was collected, before this process began to keep
+        self.garbage = GARBAGE
 
     def forked(self):
         """In a forked process: a journal that was being read is read anew."""
         inherited = [*self.recorder.written]
         self.keeper = Keeper(Journal(self.folder))
         self.recorder = record.Recorder(self, inherited)
-        HERE.busy = HERE.keeps = False
+        HERE.waits = HERE.busy = HERE.keeps = False
         INTERRUPTS.waiting.clear()
-        if self.collects:
-            gc.enable()
+        GARBAGE.forked()
         if inherited:  # they may be open here too
             self.do(Keeper.writes, inherited, os.getpid())
 
@@ -60,26 +111,15 @@ class Process:
         """Under the lock of all runs, with journals that are read to their end."""
         if HERE.keeps:  # by something that came in between
             return work(self.keeper, *args)
-        was, HERE.busy, HERE.keeps = HERE.busy, True, True
         try:
-            with locked(self.root), self.no_garbage():
+            with own_work(), locked(self.root):
+                HERE.keeps = True
                 self.keeper.refresh()
                 return work(self.keeper, *args)
         finally:
-            HERE.busy, HERE.keeps = was, False
-            if not was:
+            HERE.keeps = False
+            if not HERE.waits:
                 INTERRUPTS.go_on()
-
-    @contextlib.contextmanager
-    def no_garbage(self):
-        self.collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if self.collects:
-                gc.enable()
-            self.collects = False
 
     def skips(self, path):
         no_file = path.startswith(NO_FILES) and not path.startswith(FILES)
@@ -126,17 +166,15 @@ class Interrupts:
         def theirs(handler):
             return handler.handler if isinstance(handler, Handler) else handler
 
-        def signal_(number, handler):
-            """As signal.signal()."""
+        def signal_(signalnum, handler):
             given = callable(handler) and handler is not signal.default_int_handler
-            return theirs(set_(number, Handler(handler) if given else handler))
+            return theirs(set_(signalnum, Handler(handler) if given else handler))
 
-        def getsignal(number):
-            """As signal.getsignal()."""
-            return theirs(get(number))
+        def getsignal(signalnum):
+            return theirs(get(signalnum))
 
-        signal.signal, signal.getsignal = signal_, getsignal
-        gc.callbacks.append(around_garbage)
+        put_instead(signal, "signal", signal_)
+        put_instead(signal, "getsignal", getsignal)
 
     def go_on(self):
         """Call those that waited. What they raise goes to the script."""
@@ -148,20 +186,12 @@ class Interrupts:
 INTERRUPTS = Interrupts()
 
 
-def around_garbage(phase, info):
-    """Finalizers are the script's, whatever of ours they interrupt."""
-    if phase == "start":
-        HERE.was_busy, HERE.busy = HERE.busy, False
-    else:
-        HERE.busy = HERE.was_busy
-
-
 class Handler:
     def __init__(self, handler):
         self.handler = handler
 
     def __call__(self, number, frame):
-        if HERE.busy:
+        if HERE.waits:
             INTERRUPTS.waiting.append((self.handler, number, frame))
         else:
             self.handler(number, frame)

@@ -43,7 +43,7 @@ def here():
 
 def starts(process, words, cwd, env):
     env = os.environ if env is None else env
-    with contextlib.suppress(TypeError):  # one that cannot be changed
+    with contextlib.suppress(Exception):  # one that cannot be changed
         hand_on(env)  # the hook must get through
     process.recorder.note([*process.recorder.written])
     inherited = [*process.recorder.written]  # open here: the program may write it

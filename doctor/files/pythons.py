@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 
+from .instead import put_instead
+
 NAMES = ("DOCTOR_FILES", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 OURS = {}  # as this process got them
 
@@ -35,8 +37,7 @@ def wrap(module, name, number, keyword):
             hand_on(os.environ if env is None else env)
         return real(*args, **kwargs)
 
-    call.__name__, call.__doc__ = name, real.__doc__
-    setattr(module, name, call)
+    put_instead(module, name, call)
 
 
 def hand_on(env):
@@ -77,6 +78,8 @@ def ignores_hook(words):
 def has_hook(words):
     """Whether it is a Python that reads our site folder, or a script for one."""
     name = os.path.basename(words[0])
+    if re.match(r"python(2|3\.\d(\D|$))", name):
+        return False  # older than the doctor
     if fnmatch.fnmatch(name, "python*") or fnmatch.fnmatch(name, "pypy*"):
         return not any(re.match(r"-[a-zA-Z]*[IES]", word) for word in words[1:3])
     found = shutil.which(words[0])

@@ -33,15 +33,16 @@ class Recorder:
         """Start the thread: a fork leaves it behind."""
         if not self.thread:
             self.thread = threading.Thread(target=self.run, name="doctor", daemon=True)
-            self.thread.start()
+            with contextlib.suppress(RuntimeError):  # a sub-interpreter has no such threads
+                self.thread.start()
 
     def run(self):
-        self.process.look_away()
+        self.process.look_away()  # and again, if the disk is full or too many files are open
         while self.process.recorder is self:
             time.sleep(TICK)
-            if not lives(self.process.alive):
-                os.kill(os.getpid(), signal.SIGKILL)
-            with contextlib.suppress(OSError):  # a full disk: it may have room again
+            with contextlib.suppress(OSError), self.process.garbage.left():
+                if not lives(self.process.alive):
+                    os.kill(os.getpid(), signal.SIGKILL)
                 self.note([*self.written])
 
     def writes(self, path):

@@ -135,6 +135,46 @@ assert gc.isenabled() and all(open(name).read() == "new" for name in {NAMES})
     ends_well(place, script)
 
 
+def test_what_a_handler_raises_is_not_lost(place):
+    """Much of the time garbage is collected here."""
+    script = """
+import signal
+class Late(Exception): pass
+def late(*_): raise Late
+signal.signal(signal.SIGALRM, late)
+heap, lost = [{"id": n, "more": [n]} for n in range(100_000)], 0
+for _ in range(12):
+    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    try:
+        rows, until = [], time.time() + 0.4
+        while time.time() < until:
+            rows.append({"id": 1, "more": [1, 2]})
+        lost += 1
+    except Late:
+        pass
+assert lost == 0, lost
+"""
+    ends_well(place, script)
+
+
+def test_like_the_built_in_functions(place):
+    """A class's attribute, a pickle, keywords: nothing tells them apart."""
+    script = """
+import pathlib, pickle, signal
+class Files:
+    names, entries = os.listdir, os.scandir
+with Files().entries(".") as entries:
+    assert sorted(Files().names(".")) == sorted(entry.name for entry in entries)
+assert len([*pathlib.Path().iterdir()]) == len(os.listdir())
+for one in (os.listdir, os.scandir, os.open, os._exit, os.execve, signal.signal):
+    assert pickle.loads(pickle.dumps(one)) is one
+signal.signal(signalnum=signal.SIGUSR1, handler=signal.SIG_IGN)
+assert signal.getsignal(signalnum=signal.SIGUSR1) is signal.SIG_IGN
+assert os.listdir in os.supports_fd and {os.open, os.mkfifo} <= os.supports_dir_fd
+"""
+    ends_well(place, script)
+
+
 def test_a_process_ends_though_nothing_can_be_written(place):
     script = """
 import resource

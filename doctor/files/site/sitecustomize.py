@@ -34,8 +34,9 @@ def look_if_it_is_a_rank():
 
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != HERE]
 try:
-    look_if_it_is_a_rank()
-    load_hook()
+    if sys.version_info >= (3, 10):  # noqa: UP036 - an older one runs as a program does
+        look_if_it_is_a_rank()
+        load_hook()
 except BaseException as error:  # Python would go on, and nothing would be kept
     print(f"the doctor cannot keep files: {type(error).__name__}: {error}", file=sys.stderr)
     os._exit(70)
