@@ -152,6 +152,16 @@ LOSES = {on_open, on_write, on_truncate, on_rename, on_remove, on_rmtree, on_att
 
 def guarded(process, handler, *args):
     """A fault of ours is noted. It ends the script's call only where a file would be lost."""
+    was, HERE.waits = HERE.waits, True
+    try:
+        keep_or_raise(process, handler, args)
+    finally:
+        HERE.waits = was
+        if not was:
+            INTERRUPTS.go_on()
+
+
+def keep_or_raise(process, handler, args):
     try:
         with own_work():
             handler(process, *args)
@@ -165,9 +175,6 @@ def guarded(process, handler, *args):
             process.do(lambda keeper: keeper.journal.append({"do": "note", "text": said}))
         if handler in LOSES:
             raise NotKept(f"the doctor could not keep what is there: {said}") from error
-    finally:
-        if not HERE.waits:
-            INTERRUPTS.go_on()
 
 
 PROCESS = None

@@ -90,7 +90,7 @@ class Process:
         self.keeper = Keeper(Journal(folder))
         self.recorder = record.Recorder(self)
         self.told = []  # functions that are told the path of each file that is written anew
-        self.garbage = GARBAGE
+        self.own_work = own_work
 
     def forked(self):
         """In a forked process: a journal that was being read is read anew."""
@@ -102,10 +102,6 @@ class Process:
         GARBAGE.forked()
         if inherited:  # they may be open here too
             self.do(Keeper.writes, inherited, os.getpid())
-
-    def look_away(self):
-        """What this thread does is our own."""
-        HERE.busy = True
 
     def do(self, work, *args):
         """Under the lock of all runs, with journals that are read to their end."""
@@ -179,7 +175,10 @@ class Interrupts:
     def go_on(self):
         """Call those that waited. What they raise goes to the script."""
         while self.waiting and threading.current_thread() is threading.main_thread():
-            handler, number, frame = self.waiting.pop(0)
+            try:
+                handler, number, frame = self.waiting.pop(0)
+            except IndexError:  # another that came just now has called it
+                return
             handler(number, frame)
 
 

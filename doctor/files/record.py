@@ -37,10 +37,10 @@ class Recorder:
                 self.thread.start()
 
     def run(self):
-        self.process.look_away()  # and again, if the disk is full or too many files are open
         while self.process.recorder is self:
             time.sleep(TICK)
-            with contextlib.suppress(OSError), self.process.garbage.left():
+            # Again, if the disk is full or too many files are open.
+            with contextlib.suppress(OSError), self.process.own_work():
                 if not lives(self.process.alive):
                     os.kill(os.getpid(), signal.SIGKILL)
                 self.note([*self.written])

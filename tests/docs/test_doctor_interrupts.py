@@ -77,16 +77,18 @@ def test_a_handler_that_ends_the_process(place, ends):
     script = f"""
 import signal
 for _ in range(8):
+    is_on, says = os.pipe()
     child = os.fork()
     if child == 0:
         def end(*_): {ends}
         signal.signal(signal.SIGTERM, end)
-        print("on", flush=True)
+        os.write(says, b"on")
         try:
             while True:
                 open("a", "a").write("x")
         finally:
             os._exit(3)
+    os.read(is_on, 2)
     ended = 0
     while not ended:  # again: what is raised in a finalizer is ignored
         time.sleep(0.05)
