@@ -15,7 +15,7 @@ from itertools import pairwise
 from . import places, ranks, source
 
 LOOKS = 4  # a rank that works may be found at one line twice
-SWITCHES = 2  # of a thread between two looks: it was awake; the look before may wake it once
+SWITCHES = 2  # of a thread, between two looks: with more it was awake; a look itself may wake it
 BUSY = 0.05  # of a core: it computes; a busy machine may give it little
 
 
@@ -123,7 +123,7 @@ def switches(pid):
 
 
 def was_awake(looks):
-    """Whether the thread slept anew between two looks. One that hangs in torch's call sleeps on."""
+    """Whether the thread woke up between two looks. One that hangs in a call of torch sleeps on."""
     thread = (looks[-1].thread or {}).get("os_thread_id")
     gaps = [b.before.get(thread, 0) - a.after.get(thread, 0) for a, b in pairwise(looks)]
     return max(gaps, default=0) > SWITCHES

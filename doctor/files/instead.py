@@ -1,11 +1,11 @@
-"""Puts a function in the place of a built-in one, so that nobody is told apart."""
+"""Puts a function in the place of a built-in one, so that no caller can tell them apart."""
 
 import functools
 import os
 
 
 class Instead:
-    """It does not become a method where it is a class's attribute, and a pickle finds it."""
+    """It does not become a method as a class's attribute, and it can be pickled."""
 
     def __init__(self, real, call, module):
         functools.update_wrapper(self, real)

@@ -39,7 +39,7 @@ class Recorder:
     def run(self):
         while self.process.recorder is self:
             time.sleep(TICK)
-            # Again, if the disk is full or too many files are open.
+            # A full disk, or too many open files: it tries again at the next tick.
             with contextlib.suppress(OSError), self.process.own_work():
                 if not lives(self.process.alive):
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -277,6 +277,6 @@ def put_back(journal, end_processes, keep_new=False, limit=None):
         if doctors_of(journal.folder):
             return None
         outlived = end_processes(all_doctors_of(journal.folder))
-        done = Restore(journal, keep_new, limit)
-        done.outlived += outlived
-        return done.do()
+        done = Restore(journal, keep_new, limit).do()
+        done.outlived = outlived
+        return done

@@ -154,7 +154,7 @@ def wrap_mapped(process, torch):
                 announce(process, filename)
             return real(filename, shared, *args, **kwargs)
 
-        owner.from_file = from_file
+        owner.from_file = staticmethod(from_file) if isinstance(owner, type) else from_file
 
 
 def wrap_stores(process, distributed):
