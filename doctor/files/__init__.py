@@ -1,17 +1,18 @@
 """When the doctor has ended, however it ended, each file that was there before is there, unchanged.
 
-journal.py   what is written down before a file is touched
-keep.py      how what was there is kept; disk.py: copies and walks
+journal.py   what is written down before a file is touched; disk.py: copies and walks
+doctors.py   begins a run, and knows which doctors live
+whose.py     whose a file is: the run's, another run's, somebody else's
+keep.py      how what was there is kept
 hook.py      sees what a process of the run is about to do; programs.py and writers.py see what
              Python's audit events do not tell; record.py: when a file was closed; site/ starts it
 process.py   that process, and what must not come in between: signals, finalizers, other threads
 instead.py   puts a function in the place of a built-in one
 listing.py   hides the folders of kept files from it
 shells.py    which programs a command starts, and where; syntax.py: a shell's words;
-             effects.py: what a program does with files; pythons.py: a Python gets the hook
+             names.py: what its words name; effects.py, git.py: what a program does with it;
+             pythons.py: a Python gets the hook
 restore.py   puts back; tell.py: says so; inventory.py: what nobody saw
-whose.py     whose a file is: the run's, another run's, somebody else's
-doctors.py   which doctors live
 guard.py     ends all processes and puts back, however the doctor ends
 
 guarded(work)    runs work(run) under a guard; returns the exit code

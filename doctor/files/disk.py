@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 
-from .journal import HIDDEN, MODE, seen
+from .journal import DEV, HIDDEN, INO, MODE, seen
 
 CLONE = 0x40049409  # ioctl FICLONE: a copy that shares its blocks, where the file system can
 AS_I_AM = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
@@ -24,6 +24,14 @@ def on(place, device):
 def writable(path):
     folder = os.path.isdir(path)
     return os.access(path, os.W_OK | os.X_OK if folder else os.W_OK, **AS_I_AM)
+
+
+def whole(path):
+    """The name itself, which may be a link; its folder has no links."""
+    folder, name = os.path.split(path.rstrip(b"/") or b"/")
+    if name in (b"", b".", b".."):
+        return os.path.realpath(path)
+    return os.path.join(os.path.realpath(folder or b"."), name)
 
 
 def walk(top):
@@ -70,6 +78,11 @@ def open_folder(path, info):
         os.chmod(path, stat.S_IMODE(info.st_mode) | 0o700)
 
 
+def is_inode(path, facts):
+    info = seen(path)
+    return bool(info) and (info.st_dev, info.st_ino) == (facts[DEV], facts[INO])
+
+
 def put(kept, path, entry):
     """Put back a file or link that was kept; a copy stays, until its mode and time are set."""
     with contextlib.suppress(OSError):
@@ -82,7 +95,7 @@ def put(kept, path, entry):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         os.symlink(os.readlink(kept), path)
-    elif os.path.isfile(path) and not os.path.islink(path):
+    elif is_inode(path, entry["facts"]):  # its folder may be closed; another's bytes may be kept
         with contextlib.suppress(OSError):
             os.chmod(path, stat.S_IMODE(entry["facts"][MODE]) | stat.S_IWUSR)
         with open(kept, "rb") as source, open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""Which doctors there are: each holds the lock of a file as long as it lives."""
+"""Begins a doctor's run, and knows which doctors live: each holds the lock of a file."""
 
 import contextlib
 import fcntl

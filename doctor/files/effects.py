@@ -1,54 +1,53 @@
-"""What a program does with the files and folders that its words name.
+"""What a program does with the files that its words name, as pairs: see names.py."""
 
-Pairs (how, path), path being absolute bytes whose folder has no links:
-
-removes   it goes, or gets another name: a link keeps it
-writes    it may also be written where it lies: its name gets a fresh inode
-cuts      as writes, but it is emptied first
-near      something of it may go or be moved, and only the program knows what
-"""
-
-import glob
 import itertools
 import os
 import re
 
-from .disk import walk
-from .syntax import UNKNOWN
+from .disk import walk, whole
+from .git import of_git
+from .names import named, values_of
 
 READ_ONLY = """nvidia-smi rocm-smi uname lscpu lspci ls cat head tail grep egrep fgrep find du df wc
 which file ldconfig hostname id ps free getconf nproc numactl echo printf test true false sleep date
-stat md5sum sha1sum sha256sum cksum diff cmp comm cut tr uniq paste column basename dirname realpath
+stat md5sum sha1sum sha256sum cksum diff cmp comm cut tr paste column basename dirname realpath
 readlink tree less more seq jq env printenv whoami uptime yes kill pkill pgrep killall xargs
-sort sed git tar""".split()  # the last ones, and find: not with every flag
+sort sed uniq git tar""".split()  # the last ones, and find: not with every flag
+# Flags of these that name a file that is written: a letter, a long one.
+OUTPUTS = {"sort": "o output", "tree": "o o", "nvidia-smi": "f filename", "less": "oO log-file"}
 COMPILERS = "gcc g++ cc c++ clang clang++ nvcc ld as ptxas".split()  # they write what -o names
-FINDS_AND_DOES = {"-delete", "-exec", "-execdir", "-ok", "-okdir", "-fprint", "-fprintf", "-fls"}
-REMOVES = ("rm", "rmdir", "unlink", "shred")
+FINDS_AND_DOES = {"-delete", "-exec", "-execdir", "-ok", "-okdir"}
+FINDS_AND_DOES |= {"-fprint", "-fprint0", "-fprintf", "-fls"}
+REMOVES = ("rm", "rmdir", "unlink")
 COPIES = ("cp", "mv", "install", "ln", "rsync", "scp")
 PACKS = {"gzip": ".gz", "pigz": ".gz", "bzip2": ".bz2", "xz": ".xz", "zstd": ".zst"}
 PACKS |= {"gunzip": ".gz", "bunzip2": ".bz2", "unxz": ".xz", "unzstd": ".zst"}
-GIT_READS = """status diff log rev-parse describe show ls-files ls-tree cat-file blame shortlog
-rev-list version --version""".split()
-GIT_ONLY = "commit tag fetch push branch config remote gc notes".split()  # of its own folder
 
 
 def effects(words, folder):
     name, words = os.path.basename(words[0]), words[1:]
     if name == "find" and FINDS_AND_DOES & {*words}:
-        return named("removes" if "-delete" in words else "writes", words, folder)
+        starts = [*itertools.takewhile(lambda word: word[:1] not in ("-", "(", "!"), words)]
+        how = "removes" if "-delete" in words else "writes"
+        return named(how, [*words, *([] if starts else ["."])], folder)
     if name == "git":
         return of_git(words, folder)
     if name == "tar" and (archive := packed_by_tar(words)) is not None:
         return named("writes", archive, folder)
-    if name == "tar" or (name == "sort" and any(re.match("-o|--output", w) for w in words)):
+    if name == "tar":
         return named("writes", words, folder)
-    if name == "sed" and any(re.match(r"-\w*i|--in-place", word) for word in words):
-        return named("writes", words, folder)
+    if name in OUTPUTS:
+        return named("writes", values_of(words, *OUTPUTS[name].split()), folder)
+    if name == "uniq":  # IN, OUT
+        return named("writes", [word for word in words if not word.startswith("-")][1:], folder)
+    if name == "sed":
+        return named("writes", written_by_sed(words), folder)
     if name in READ_ONLY:
         return []
-    if name in COMPILERS and "-o" in words:
-        outputs = [after for flag, after in itertools.pairwise(words) if flag == "-o"]
-        return named("writes", outputs, folder)
+    if name in COMPILERS:
+        stems = [os.path.basename(os.path.splitext(word)[0]) for word in words]
+        made = [stem + end for stem in stems for end in (".o", ".s") if {"-c", "-S"} & {*words}]
+        return named("writes", values_of(words, "o", "output") or made or ["a.out"], folder)
     if name in COPIES:
         return of_copies(name, words, folder)
     if name == "zip":
@@ -64,47 +63,19 @@ def effects(words, folder):
     return [(h, p) for h, p in found if h != "near"] if name in ("mkdir", "mktemp") else found
 
 
+def written_by_sed(words):
+    """Its files, where it writes in place, and their old ones; those of its command w."""
+    found = [name for word in words for name in re.findall(r"w\s+([^\s;}]+)", word)]
+    in_place = [re.match(r"-[nErszu]*i(.*)|--in-place=?(.*)", word) for word in words]
+    for end in (flag[1] or flag[2] or "" for flag in in_place if flag):
+        found += [name for word in words for name in {word, word + end}]
+    return found
+
+
 def reads_only(words, found):
     """Whether it is not worth a word in the report."""
     name = os.path.basename(words[0])
     return name in COMPILERS or (name in READ_ONLY and not found)
-
-
-def named(how, words, folder):
-    """The paths that words may mean: patterns are expanded; one that is not clear is near."""
-    found = []
-    for word in words:
-        for part in {word, word.partition("=")[2] if "=" in word else word}:  # of=FILE, --out=FILE
-            if not part or part.startswith("-") or len(part) > 4096 or "\0" in part:
-                continue
-            path = os.path.join(folder, os.path.expanduser(part))
-            if UNKNOWN in path:
-                found += near(path)
-                continue
-            deep = sum(map(glob.has_magic, path.split("/")))  # each level takes its time
-            more = glob.glob(path) if 0 < deep < 4 else []
-            if path.endswith("/") and os.path.islink(path.rstrip("/")):
-                more += [os.path.realpath(path), path]
-            if not more or os.path.lexists(path):
-                more.append(path)
-            found += [(how, whole(os.fsencode(one))) for one in more]
-    return found
-
-
-def near(path):
-    """What may be meant by it: all names that begin so, or a folder."""
-    begin = path.partition(UNKNOWN)[0]
-    if begin.endswith("/"):
-        return [("near", whole(os.fsencode(begin)))]
-    return [("near", whole(os.fsencode(one))) for one in glob.glob(glob.escape(begin) + "*")]
-
-
-def whole(path):
-    path = path.rstrip(b"/") or b"/"
-    folder, name = os.path.split(path)
-    if name in (b"", b".", b".."):
-        return os.path.realpath(path)
-    return os.path.join(os.path.realpath(folder), name)
 
 
 # ---- programs that copy
@@ -216,34 +187,4 @@ def of_packing(end, words, folder):
     """FILE becomes FILE.gz, or the other way."""
     files = [word for word in words if not word.startswith("-")]
     made = [file.removesuffix(end) if file.endswith(end) else file + end for file in files]
-    return named("writes", [*files, *made], folder)  # none takes a file that has two names
-
-
-def of_git(words, folder):
-    words = [*words]
-    while words and words[0] in ("-C", "-c"):
-        folder = os.path.join(folder, words[1]) if words[0] == "-C" and words[1:] else folder
-        words = words[2:]
-    flags = [word for word in words if word.startswith("-")]
-    name = next((word for word in words if not word.startswith("-")), flags[0] if flags else "")
-    if name in GIT_READS or not name:
-        return []
-    if name in ("clone", "init"):
-        names = [word for word in words[words.index(name) + 1 :] if word not in flags] or ["."]
-        made = os.path.join(names[-1], ".git")
-        if name == "clone":  # from the first: it is only read
-            made = os.path.basename(names[0].rstrip("/")).removesuffix(".git")
-            made = names[-1] if names[1:] else made
-        return named("writes", [made], folder)
-    top = os.path.realpath(folder)
-    while not os.path.isdir(os.path.join(top, ".git")) and os.path.dirname(top) != top:
-        top = os.path.dirname(top)
-    own, top = os.fsencode(os.path.join(top, ".git")), os.fsencode(top)
-    if not os.path.isdir(own):  # yet, where an earlier command of the line makes it
-        return [] if name in (*GIT_ONLY, "add") else [("near", whole(os.fsencode(folder)))]
-    if name == "add":
-        return [("removes", os.path.join(own, b"index"))]
-    objects = os.path.join(own, b"objects")
-    files = (path for path, _ in walk(own) if not path.startswith(objects))
-    found = [("writes", path) for path in files if not os.path.isdir(path)]
-    return found + ([] if name in GIT_ONLY else [("near", top)])
+    return [*named("alone", files, folder), *named("writes", made, folder)]

@@ -59,10 +59,10 @@ class Run:
         """End what still runs, put everything back; returns the report's lines."""
         with signals_blocked():
             outlived = self.end_processes()
-            self.is_done = True
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.mark)
             done = restore.put_back(self.journal, end_processes, keep)
+            self.is_done = True
             if not done:
                 return [
                     words.say("another doctor is at work here: it puts back what both have touched")
@@ -182,12 +182,13 @@ def be_parent(child, run, keep, show):
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    return 128 + told[0] if told else os.waitstatus_to_exitcode(status) % 256
+    code = os.waitstatus_to_exitcode(status)
+    return 128 + told[0] if told else code if code >= 0 else 128 - code
 
 
 def finish(run, keep, show):
     """In whichever of the two is left."""
-    if run.journal.refresh().done:
+    if run.is_done or run.journal.refresh().done:
         run.end_processes()
         return
     try:

@@ -11,6 +11,7 @@ import sys
 import urllib.parse
 
 from . import listing, programs, pythons, writers
+from .disk import whole
 from .instead import put_instead
 from .journal import NOTHING_THERE, RUN, NotKept
 from .keep import Keeper
@@ -20,16 +21,13 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def named(path, dir_fd=-1):
-    """The name itself, which may be a link; its folder has no links."""
+    """A name of the script's as an absolute one: see whole()."""
     if isinstance(path, int):
         return os.readlink(b"/proc/self/fd/%d" % path)
     path = text(path)
     if dir_fd >= 0:
         path = os.path.join(os.readlink(b"/proc/self/fd/%d" % dir_fd), path)
-    folder, name = os.path.split(path.rstrip(b"/") or b"/")
-    if name in (b"", b".", b".."):
-        return os.path.realpath(path)
-    return os.path.join(os.path.realpath(folder or b"."), name)
+    return whole(path)
 
 
 # ---- one function for each event: it has the event's arguments
@@ -38,9 +36,11 @@ def named(path, dir_fd=-1):
 def on_open(process, path, mode, flags):
     if not flags & WRITES or isinstance(path, int):
         return
+    given, dir_fd = HERE.opens
+    below = dir_fd if path is given else -1
     path = text(path)
-    if HERE.dir_fd >= 0:
-        path = os.path.join(os.readlink(b"/proc/self/fd/%d" % HERE.dir_fd), path)
+    if below >= 0:
+        path = os.path.join(os.readlink(b"/proc/self/fd/%d" % below), path)
     if flags & os.O_EXCL and os.path.lexists(path):
         return  # it will fail
     process.will_write(path, cuts=bool(flags & os.O_TRUNC))
@@ -147,6 +147,7 @@ HANDLERS = {
 }
 
 
+# If one of these cannot keep what is there, the script's call fails: a file would be lost.
 LOSES = {on_open, on_write, on_truncate, on_rename, on_remove, on_rmtree, on_attribute, on_sqlite}
 
 
@@ -195,14 +196,17 @@ def install():
         if handler is not None and not HERE.busy:
             guarded(process, handler, *args)
 
-    real_open, real_exit, real_mkfifo = os.open, os._exit, os.mkfifo
+    real_open, real_exit = os.open, os._exit
 
     def open_(path, flags, mode=0o777, *, dir_fd=None):
-        HERE.dir_fd = -1 if dir_fd is None else dir_fd
+        if dir_fd is None:
+            return real_open(path, flags, mode)
+        path = os.fspath(path)  # the event has this very object
+        was, HERE.opens = HERE.opens, (path, dir_fd)
         try:
             return real_open(path, flags, mode, dir_fd=dir_fd)
         finally:
-            HERE.dir_fd = -1
+            HERE.opens = was
 
     def exit_(status):  # how a forked process of multiprocessing ends
         try:
@@ -210,12 +214,17 @@ def install():
         finally:
             real_exit(status)
 
-    def mkfifo(path, mode=0o666, *, dir_fd=None):
-        guarded(process, on_mkdir, path, mode, -1 if dir_fd is None else dir_fd)
-        real_mkfifo(path, mode, dir_fd=dir_fd)
+    def making(real):
+        def make(path, *args, dir_fd=None, **kwargs):
+            guarded(process, on_symlink, None, path, -1 if dir_fd is None else dir_fd)
+            real(path, *args, dir_fd=dir_fd, **kwargs)
 
-    for name, new in (("open", open_), ("_exit", exit_), ("mkfifo", mkfifo)):
-        put_instead(os, name, new)
+        return make
+
+    put_instead(os, "open", open_)
+    put_instead(os, "_exit", exit_)
+    for name in ("mkfifo", "mknod"):
+        put_instead(os, name, making(getattr(os, name)))
     listing.install()
     INTERRUPTS.install()
     os.register_at_fork(after_in_child=process.forked)

@@ -1,11 +1,14 @@
-"""Puts a function in the place of a built-in one, so that no caller can tell them apart."""
+"""Puts a function in the place of a built-in one: callers that copy or pickle it get the same.
+
+pathlib copies os.listdir into a class: there a Python function would become a method.
+"""
 
 import functools
 import os
 
 
 class Instead:
-    """It does not become a method as a class's attribute, and it can be pickled."""
+    """An object: no method as a class's attribute."""
 
     def __init__(self, real, call, module):
         functools.update_wrapper(self, real)

@@ -22,6 +22,21 @@ RUN = "DOCTOR_FILES"  # the variable that tells a process of the run its doctor'
 HIDDEN = b".training-doctor-"  # a folder of kept files, where the state folder is no place
 
 
+# What was at a path before the run touched it. A line's "do" is one of these, or one of the others:
+#   anew     the run has made a folder again that was there
+#   write    a process may have the file open for writing; state: closed, and looks so now
+#   open     an inode of the run's own has lost a name while it may be open
+#   meta     mode, owner or time before they were changed
+#   store    a folder of kept files; program, large, many, note: for the report
+#   run      the first line; met: another run began beside it; done: all is put back
+WHAT_WAS_THERE = (
+    "keep",  # a file or link, which is kept
+    "new",  # nothing
+    "folder",  # a folder: its mode and time
+    "shared",  # what another run has made or kept: one of the two puts it back
+)
+
+
 class NotKept(PermissionError):
     """What was there could not be kept: better the script fails than a file is lost."""
 
@@ -91,6 +106,10 @@ def below(path, folder):
     return path.startswith(folder.rstrip(b"/") + b"/")
 
 
+def inside(path, folder):
+    return path == folder or below(path, folder)
+
+
 class Journal:
     """What the journal of one run says: read as far as it is written, written by appending.
 
@@ -100,14 +119,11 @@ class Journal:
     def __init__(self, folder):
         self.folder = folder
         self.root = os.path.dirname(folder)
-        self.forget()
-
-    def forget(self):
         self.read_to = 0
         self.header = {}
-        self.first = {}  # path: the entry that says what was there: keep, new, folder, shared
+        self.first = {}  # path: the first of its entries of WHAT_WAS_THERE
         self.anew = set()  # folders that were there, were gone, and are made again
-        self.inodes = set()  # (device, inode) that the run may have open without this name
+        self.inodes = set()  # (device, inode) of the run's files that lost a name while open
         self.older = []  # entries of kept files, of which somebody else wrote a newer one
         self.protected = set()  # (device, inode) of all files that are kept by a link
         self.facts = {}  # (device, inode): the facts of a file that was there
@@ -118,6 +134,7 @@ class Journal:
         self.writing = {}  # path: the processes that may have it open
         self.stores = []  # hidden folders of kept files
         self.programs = set()
+        self.many = set()  # folders with more files than are kept for a program
         self.large = set()  # paths that a program may write, too large to be copied
         self.notes = set()
         self.met = False  # whether another run began or went on beside it
@@ -144,17 +161,18 @@ class Journal:
 
     def take(self, entry):
         do, path = entry["do"], entry.get("path")
-        if do in ("keep", "meta"):  # by any of its names: the first facts are the old ones
+        if do in ("keep", "meta"):  # one inode by several names: the facts noted first are old
             inode = (entry["facts"][DEV], entry["facts"][INO])
             entry["facts"] = self.facts.setdefault(inode, entry["facts"])
         if do == "keep":
             old = self.first.get(path)
-            if old and old["do"] == "keep" and entry["kept"] != old["kept"]:
+            again = entry.get("again")  # no link could be made use of: a copy takes its place
+            if old and old["do"] == "keep" and entry["kept"] != old["kept"] and not again:
                 self.older.append(old)
             self.first[path] = entry
             if entry["how"] == "link":
                 self.protected.add((entry["facts"][DEV], entry["facts"][INO]))
-        elif do in ("new", "folder", "shared"):
+        elif do in WHAT_WAS_THERE:
             if self.first.get(path, {"do": "shared"})["do"] == "shared":
                 self.first[path] = entry
         elif do == "anew":
@@ -175,6 +193,8 @@ class Journal:
             self.stores.append(path)
         elif do == "program":
             self.programs.add(entry["name"])
+        elif do == "many":
+            self.many.add(path)
         elif do == "large":
             self.large.add(path)
         elif do == "note":
@@ -219,7 +239,7 @@ class Journal:
     def beside(self, work):
         """Whether the run began in this folder, one in it, or one above it."""
         began = self.header.get("path", b"\0")
-        return began == work or below(began, work) or below(work, began)
+        return inside(began, work) or inside(work, began)
 
     # ---- writing
 
@@ -243,7 +263,7 @@ class Journal:
             os.close(file)
         self.refresh()
 
-    def close(self):
+    def end(self):
         """It has been put back: nothing is left to do."""
         self.append({"do": "done"}, sync=True)
 

@@ -15,7 +15,7 @@ import stat
 import time
 
 from .disk import copy, on, same_facts, up, walk, writable
-from .journal import HIDDEN, INO, NotKept, below, facts, parents, seen, state, there
+from .journal import HIDDEN, INO, NotKept, below, facts, inside, parents, seen, state, there
 from .whose import Others
 
 
@@ -44,8 +44,8 @@ class Keeper:
         if not info:
             self.will_make(path, write)
             return
-        if not writable(path):
-            return  # it cannot be opened so
+        if by != "program" and not writable(path):
+            return  # it cannot be opened so; a program may put another in its place
         breaks = self.others.is_protected(info)
         if self.keep(path, info, writes=True):
             breaks = True
@@ -68,7 +68,7 @@ class Keeper:
         known = self.journal.known(path)
         if not known:
             yield from self.of_folder(up(path))
-            yield self.first(path, {"do": "new"})
+            yield self.others.shared(path) or {"do": "new", "path": path}
         elif known["do"] == "folder" and path not in self.journal.anew:
             yield {"do": "anew", "path": path}
 
@@ -90,46 +90,54 @@ class Keeper:
         if info and stat.S_ISDIR(info.st_mode):
             self.journal.append(*self.of_folder(path), *self.of_folder(up(path)))
         elif info:
-            self.journal.append(*self.has_other_names(path, info))
+            self.journal.append(*self.other_names(path, info))
             self.keep(path, info)
 
-    def will_remove_tree(self, path):
-        """All at once: one wait for the disk."""
-        for entries in (self.tree(path), self.of_folder(up(path))):
-            self.journal.append(*entries, sync=True)
+    def will_remove_tree(self, path, found=None):
+        """found: only these of a walk through it. All at once: one wait for the disk."""
+        entries = [*self.of_each(found or walk(path))]
+        self.journal.append(*self.of_folder(up(path)), *entries, sync=True)
 
     def will_rename(self, old, new):
         info, is_there = seen(old), seen(new)
         if not info:
             return
-        stores = {store for one in [self.journal, *self.others.all()] for store in one.stores}
-        if any(below(store, old) for store in stores):
-            raise NotKept("the doctor keeps files in this folder")
+        self.holds_no_store(old)
         self.will_remove(new)
         entries = [] if is_there else [*self.made(new)]
         if not stat.S_ISDIR(info.st_mode):
             self.will_remove(old)
             self.journal.append(*entries, *self.moved(old, new, info))
             return
-        for path, inside in walk(old):
+        for path, below_it in walk(old):
             target = new + path[len(old) :]
             if seen(target) and path != old:
                 return  # a folder that is not empty: it will fail
             if path != old and not self.journal.known(target):
                 entries.append({"do": "new", "path": target})
-            if not stat.S_ISDIR(inside.st_mode):
-                entries += self.moved(path, target, inside)
-        self.journal.append(*self.tree(old), *self.of_folder(up(old)), *entries, sync=True)
+            if not stat.S_ISDIR(below_it.st_mode):
+                entries += self.moved(path, target, below_it)
+        of_old = [*self.of_folder(up(old)), *self.of_each(walk(old))]
+        self.journal.append(*of_old, *entries, sync=True)
+
+    def holds_no_store(self, folder):
+        """What is kept would go with it."""
+        for store in (store for one in [self.journal, *self.others.all()] for store in one.stores):
+            if below(store, folder):
+                raise NotKept(f"the doctor keeps files in this folder: {os.fsdecode(store)}")
 
     def will_change_facts(self, path, by):
         """Its mode, owner or time: they are noted, its bytes are not touched."""
         info = seen(path)
         if info and stat.S_ISDIR(info.st_mode):
             self.journal.append(*self.of_folder(path), sync=True)
-        elif info and self.own(path, info):
-            self.writes([path], by)  # its state will be another
-        elif info and (info.st_dev, info.st_ino) not in self.journal.changed_facts:
-            self.journal.append({"do": "meta", "path": path, "facts": facts(info)}, sync=True)
+        elif info:
+            own = self.own(path, info)
+            if own:
+                self.writes([path], by)  # its state will be another
+            noted = (info.st_dev, info.st_ino) in self.journal.changed_facts
+            if not noted and (not own or self.is_in_place(path, info)):
+                self.journal.append({"do": "meta", "path": path, "facts": facts(info)}, sync=True)
 
     def own(self, path, info):
         return bool(self.journal.known(path)) and not self.others.is_protected(info)
@@ -192,9 +200,8 @@ class Keeper:
 
     def break_off(self, path, info, cuts):
         """Give the name a fresh inode: the old one stays as it is."""
-        entry = self.journal.first.get(path)
-        if entry and entry.get("how") == "copy" and entry["facts"][INO] == info.st_ino:
-            return  # its folder may not be written: it is put back in place
+        if self.is_in_place(path, info):
+            return
         why = None
         for place in self.places_for(up(path), info.st_dev):
             fresh = os.path.join(place, self.new_name())
@@ -214,27 +221,33 @@ class Keeper:
                     raise
         if self.is_another_name(path, info):
             raise why or NotKept(path)
-        entry = {"do": "keep", "path": path, "facts": facts(info), "how": "copy"}
+        entry = {"do": "keep", "path": path, "facts": facts(info), "how": "copy", "again": True}
         self.journal.append(entry | {"kept": self.copied(path, info)}, sync=True)
 
+    def is_in_place(self, path, info):
+        """The run writes the file that was there: its folder may not be written. A copy is kept."""
+        entry = self.journal.first.get(path, {})
+        return entry.get("how") == "copy" and entry["facts"][INO] == info.st_ino
+
     def is_another_name(self, path, info):
-        """A new name of an inode that was there: no copy would be put back into it."""
+        """The name is new, its inode is not: what is kept of a new name is not put back."""
         return (self.journal.known(path) or {"do": "keep"})["do"] == "new"
 
-    def tree(self, top):
-        """Entries of all that is in a folder, and of itself."""
-        entries = []
-        for path, info in walk(top):
+    def of_each(self, found):
+        """Entries of the files and folders of a walk."""
+        for path, info in found:
             if HIDDEN in path or inside(path, self.journal.root):
                 continue  # our own
             if stat.S_ISDIR(info.st_mode):
-                entries += self.of_folder(path)
+                yield from self.of_folder(path)
                 continue
-            entries += [*self.has_other_names(path, info), self.entry_for(path, info)]
-        return filter(None, entries)
+            yield from self.other_names(path, info)
+            entry = self.entry_for(path, info)
+            if entry:
+                yield entry
 
-    def has_other_names(self, path, info):
-        """The run's own, perhaps still open, loses this name: it is the run's by the others."""
+    def other_names(self, path, info):
+        """Of a file of the run, perhaps still open, that loses this name: by others it is ours."""
         if info.st_nlink > 1 and self.own(path, info) and self.journal.open_by_us(path):
             yield {"do": "open", "inode": [info.st_dev, info.st_ino]}
 
@@ -253,9 +266,6 @@ class Keeper:
         if info and stat.S_ISDIR(info.st_mode) and not self.journal.known(path):
             earlier = self.others.folder(path) or self.others.shared(path)
             yield earlier or {"do": "folder", "path": path, "facts": facts(info)}
-
-    def first(self, path, entry):
-        return self.others.shared(path) or entry | {"path": path}
 
     # ---- where links lie
 
@@ -279,7 +289,3 @@ class Keeper:
                 with contextlib.suppress(OSError):
                     os.makedirs(hidden, mode=0o700, exist_ok=True)
                     yield hidden
-
-
-def inside(path, folder):
-    return path == folder or below(path, folder)

@@ -1,4 +1,4 @@
-"""This process of the run: its journal, the lock, and what must not come in between.
+"""A process of the script, seen from inside: its journal, the lock, what must not come in between.
 
 While a file is kept, this thread holds the lock of all runs, and nothing that it does is looked at.
 So a handler of a signal waits until that is done: it may save a checkpoint. Garbage is not
@@ -26,7 +26,7 @@ class Here(threading.local):
     waits = False  # handlers of signals wait
     busy = False  # our own work: it is not looked at
     keeps = False  # it holds the lock
-    dir_fd = -1  # of the os.open that is called: its event does not tell
+    opens = None, -1  # name and dir_fd of the os.open that is called: its event has no dir_fd
 
 
 HERE = Here()
@@ -72,7 +72,7 @@ def own_work():
         return
     was, HERE.waits = HERE.waits, True
     try:
-        with GARBAGE.left():  # first, for this may collect some, and finalizers are looked at
+        with GARBAGE.left():  # not busy yet: it may run finalizers, which are looked at
             HERE.busy = True
             try:
                 yield

@@ -8,22 +8,22 @@ usual programs do. What they do beyond that nobody can see: the report says whic
 import contextlib
 import itertools
 import os
-import shlex
 import stat
 
 from .disk import walk
-from .effects import effects, named, near, reads_only
+from .effects import effects, reads_only
 from .journal import seen
+from .names import NEAR, named, near
 from .pythons import hand_on, has_hook
 from .shells import commands
 from .syntax import UNKNOWN
 
-FILES, BYTES = 10_000, 256 << 20  # a folder with more is kept by links alone: bytes cost time
+# Of a folder, so many files are kept by links; fewer are copied, as a program may write them.
+LINKS, FILES, BYTES = 100_000, 10_000, 256 << 20
 
 
 def on_popen(process, executable, args, cwd, env):
-    words = shlex.split(os.fsdecode(args)) if isinstance(args, (str, bytes)) else args
-    starts(process, [os.fsdecode(word) for word in words], os.fsdecode(cwd or here()), env)
+    starts(process, [executable, *args[1:]], os.fsdecode(cwd or here()), env)
 
 
 def on_system(process, command):
@@ -31,7 +31,7 @@ def on_system(process, command):
 
 
 def on_exec(process, path, args, env):
-    starts(process, [os.fsdecode(word) for word in args], here(), env)
+    starts(process, [path, *args[1:]], here(), env)
 
 
 def here():
@@ -42,6 +42,7 @@ def here():
 
 
 def starts(process, words, cwd, env):
+    words = [os.fsdecode(word) for word in words]
     env = os.environ if env is None else env
     with contextlib.suppress(Exception):  # one that cannot be changed
         hand_on(env)  # the hook must get through
@@ -64,7 +65,7 @@ def will_run(keeper, skips, found):
             with contextlib.suppress(ValueError):  # a word that names nothing
                 touched |= dict.fromkeys(of_command(keeper, command, os.path.abspath(folder)))
         for how, path in touched:
-            unclear = unclear or how == "near"
+            unclear = unclear or how in NEAR
             if not skips(path):
                 keep(keeper, path, how, command.sure)
     if unclear:  # names come from a pipe or a variable: perhaps these
@@ -79,13 +80,14 @@ def of_command(keeper, command, folder):
     """What it does with files, from this folder."""
     words = command.words
     found = [*named("writes", command.into, folder), *named("cuts", command.cuts, folder)]
-    is_python = bool(words) and has_hook(words)
-    if words and not (is_python and command.hooked):
+    found = [("written", path) if how == "near" else (how, path) for how, path in found]
+    python = has_hook(words) if words else None
+    if words and not (python and command.hooked):
         does = effects(words, folder)
         if not reads_only(words, does):
             name = os.path.basename(words[0]).replace(UNKNOWN, "$")
             keeper.journal.append({"do": "program", "name": name})
-            if command.given or is_python:  # without the hook
+            if command.given or python is not None:  # one without the hook
                 does = does + near(os.path.join(folder, UNKNOWN))
         found += does
     return found
@@ -94,32 +96,34 @@ def of_command(keeper, command, folder):
 def keep(keeper, path, how, sure=False):
     """how: see effects.py. sure: the program begins now."""
     info = seen(path)
-    writes = how in ("writes", "cuts")
+    writes = how not in ("removes", "near")
     if info and stat.S_ISLNK(info.st_mode) and writes:
         target = os.path.realpath(path)
         if not os.path.islink(target):  # else it is a circle
             keep(keeper, target, how, sure)
     if not info:
-        if how == "near":
+        if how in NEAR:
             return
         new = path
         while not seen(os.path.dirname(new)):  # as mkdir -p makes them
             new = os.path.dirname(new)
         keeper.will_make(new)
     elif stat.S_ISDIR(info.st_mode):
-        if path == b"/" or (os.path.ismount(path) and how != "removes"):
-            return
-        keep_folder(keeper, path, how)
+        if path != b"/":
+            keep_folder(keeper, path, how)
     elif not writes or stat.S_ISLNK(info.st_mode):
         keeper.will_remove(path)
-    elif info.st_size <= BYTES or (how == "cuts" and (sure or has_room(path, info))):
-        large = info.st_size > BYTES  # else it is copied: another may read it before it is cut
-        keeper.will_write(path, sure and large and how == "cuts", "program")
+    elif info.st_size <= BYTES:
+        keeper.will_write(path, False, "program")
+    elif how == "cuts" and sure:
+        keeper.will_write(path, True, "program")  # nobody reads it before it is cut
+    elif how in ("cuts", "alone") and has_room(path, info):
+        keeper.will_write(path, False, "program")
     else:
         keeper.will_remove(path)
         if keeper.others.is_protected(info):
             keeper.journal.append({"do": "large", "path": path})
-    if how != "near":  # then whatever is there is the run's
+    if how not in NEAR:  # the program was told this name: what is there at the end is the run's
         keeper.writes([path], "program")
 
 
@@ -132,15 +136,17 @@ def has_room(path, info):
 def keep_folder(keeper, path, how):
     if how == "removes":  # all of it, as shutil.rmtree
         keeper.will_remove_tree(path)
+        keeper.holds_no_store(path)  # Python's own rmtree does not see it: listing.py
         return
-    few = [*itertools.islice(walk(path), 10 * FILES + 1)]
-    if len(few) > 10 * FILES:
-        return
-    if how == "near" or len(few) > FILES or sum(info.st_size for _, info in few) > BYTES:
-        keeper.will_remove_tree(path)
-        return
-    for inner, info in few:
-        if stat.S_ISREG(info.st_mode):
+    few = [*itertools.islice(walk(path), LINKS + 1)]
+    if len(few) > LINKS:
+        keeper.journal.append({"do": "many", "path": path})
+        few.pop()
+    keeper.will_remove_tree(path, few)
+    if how == "clears":
+        keeper.holds_no_store(path)
+    left = 0 if how in ("near", "clears") else BYTES
+    for inner, info in sorted(few, key=lambda one: one[1].st_size)[:FILES]:
+        if stat.S_ISREG(info.st_mode) and info.st_size <= left:
+            left -= info.st_size
             keeper.will_write(inner, False, "program")
-        else:
-            keeper.will_remove(inner)

@@ -19,9 +19,9 @@ OURS = {}  # as this process got them
 def install():
     """Before the hook looks: what goes by events is handed on in programs.py."""
     OURS.update({name: os.environ[name] for name in NAMES if name in os.environ})
-    for name, at in (("execve", 2), ("posix_spawn", 2), ("posix_spawnp", 2)):
+    for name in ("execve", "posix_spawn", "posix_spawnp"):
         if hasattr(os, name):  # their event comes when the environment has been read
-            wrap(os, name, at, "env")
+            wrap(os, name, 2, "env")
     with contextlib.suppress(ImportError):
         import _posixsubprocess  # by which multiprocessing starts its processes: no event tells
 
@@ -76,13 +76,29 @@ def ignores_hook(words):
 
 
 def has_hook(words):
-    """Whether it is a Python that reads our site folder, or a script for one."""
+    """Whether it is a Python that reads our site folder, or a script for one; None: no Python."""
     name = os.path.basename(words[0])
     if re.match(r"python(2|3\.\d(\D|$))", name):
         return False  # older than the doctor
     if fnmatch.fnmatch(name, "python*") or fnmatch.fnmatch(name, "pypy*"):
-        return not any(re.match(r"-[a-zA-Z]*[IES]", word) for word in words[1:3])
+        return not is_isolated(words[1:])
     found = shutil.which(words[0])
     with contextlib.suppress(OSError), open(found or "", "rb") as file:
-        return b"python" in file.read(200).partition(b"\n")[0] and bool(found)
+        first = file.read(200).partition(b"\n")[0].decode(errors="replace")
+        _, python, flags = first.partition("python")
+        return not is_isolated(flags.split()[1:]) if found and python else None
+    return None
+
+
+def is_isolated(words):
+    """Whether a Python's flags say that it reads no PYTHONPATH, or no site folder."""
+    words = iter(words)
+    for word in words:
+        if not word.startswith("-") or word.startswith("--") or word[1:2] in ("c", "m", ""):
+            return False
+        flags, value = re.fullmatch(r"-([^WX]*)(.*)", word).groups()
+        if set(flags) & set("IES"):
+            return True
+        if value in ("W", "X"):  # what it says is the next word
+            next(words, None)
     return False

@@ -12,7 +12,7 @@ import threading
 import time
 
 from .doctors import lives
-from .keep import inside
+from .journal import inside
 
 TICK = 0.5
 OPENS = 1.0  # an open that was announced so long ago has happened

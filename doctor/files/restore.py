@@ -6,6 +6,7 @@ moment and done again. A file that somebody else has written since is never touc
 
 import contextlib
 import errno
+import filecmp
 import os
 import stat
 
@@ -22,6 +23,7 @@ from .journal import (
     SIZE,
     UID,
     below,
+    inside,
     locked,
     runs,
     seen,
@@ -78,13 +80,8 @@ class Restore:
             work(path, *args)
         except OSError as error:
             entry = self.journal.first.get(path, {})
-            self.left.append(
-                (
-                    path,
-                    say("could not be put back: {error}", error=error.strerror),
-                    entry.get("kept"),
-                )
-            )
+            why = say("could not be put back: {error}", error=error.strerror)
+            self.left.append((path, why, entry.get("kept")))
 
     def open_folders(self):
         """The run may have taken away the permission to look into a folder, or to write."""
@@ -102,7 +99,7 @@ class Restore:
     # ---- what another run puts back
 
     def hand_over(self, path):
-        """Another run has touched it too: the last that ends puts it back."""
+        """Another run has touched it too: that one puts it back, and is told what of it is ours."""
         entry = self.journal.first[path]
         states = [*self.whose.states_of(path)] if self.others else []
         if entry["do"] == "shared":
@@ -136,7 +133,7 @@ class Restore:
 
     def in_cache(self, path):
         caches = [cache.encode("latin-1") for cache in self.journal.header.get("caches", [])]
-        return any(path == cache or below(path, cache) for cache in caches)
+        return any(inside(path, cache) for cache in caches)
 
     def clear(self, path, info):
         """Remove what is the run's of a file or a whole folder; whether nothing is left of it."""
@@ -183,13 +180,15 @@ class Restore:
 
     def put_back(self, path, entry):
         kept, facts, info = entry["kept"], entry["facts"], there(path)
-        if not seen(kept):
-            return  # it was put back, and then the doctor was killed
-        timed = (facts[DEV], facts[INO]) in self.journal.changed_facts  # by os.utime
         now = seen(kept)
+        if not now:  # it was put back, and then the doctor was killed
+            if not info or (info.st_size, info.st_mtime_ns) != (facts[SIZE], facts[MTIME]):
+                self.left.append((path, say("what was kept of it is gone"), None))
+            return None
+        timed = (facts[DEV], facts[INO]) in self.journal.changed_facts  # by os.utime
         whole = now.st_size == facts[SIZE] and (timed or now.st_mtime_ns == facts[MTIME])
         if info and not stat.S_ISDIR(info.st_mode):
-            if entry["how"] == "link" and os.path.samestat(info, seen(kept)):
+            if entry["how"] == "link" and os.path.samestat(info, now):
                 os.unlink(kept)
                 if facts[SIZE] != info.st_size:
                     self.left.append(
@@ -197,10 +196,11 @@ class Restore:
                     )
                 return self.set_facts(path, facts, info)
             same = (info.st_ino, info.st_size, info.st_mtime_ns)
-            if entry["how"] == "copy" and same == (facts[INO], facts[SIZE], facts[MTIME]):
+            same = same == (facts[INO], facts[SIZE], facts[MTIME])
+            if entry["how"] == "copy" and same and (not timed or same_bytes(kept, path)):
                 return os.unlink(kept)
             if not self.whose.ours(path, info):
-                self.left.append((path, say("somebody else wrote it since"), kept))
+                self.left.append((path, self.not_ours(), kept))
                 return None
         os.makedirs(up(path), exist_ok=True)
         if os.path.realpath(up(path)) != up(path):
@@ -218,18 +218,29 @@ class Restore:
         if not whole and entry["how"] == "link":
             self.left.append((path, say("something wrote into it that cannot be seen"), None))
 
+    def not_ours(self):
+        if self.journal.programs:
+            return say("somebody else wrote it since, or a program that did not say so")
+        return say("somebody else wrote it since")
+
     def set_facts(self, path, facts, info, times=True):
         """Mode, owner, and the time if it is not somebody's who wrote into it."""
         link, folder = stat.S_ISLNK(info.st_mode), stat.S_ISDIR(info.st_mode)
         if folder and os.geteuid() not in (0, info.st_uid):
             return  # such as /tmp: nobody else may set its time
+        refused = None
         if (info.st_uid, info.st_gid) != (facts[UID], facts[GID]):
-            os.chown(path, facts[UID], facts[GID], follow_symlinks=False)
+            try:
+                os.chown(path, facts[UID], facts[GID], follow_symlinks=False)
+            except OSError as error:  # a copy of root's file, to which no link may be made
+                refused = error
         if info.st_mode != facts[MODE] and not link:
             os.chmod(path, stat.S_IMODE(facts[MODE]))
         known = (info.st_dev, info.st_ino) in self.journal.changed_facts or path in self.put
         if times and info.st_mtime_ns != facts[MTIME] and (known or folder):
             os.utime(path, ns=(facts[ATIME], facts[MTIME]), follow_symlinks=False)
+        if refused:
+            raise refused
 
     # ---- the end
 
@@ -246,7 +257,7 @@ class Restore:
             info = there(path)
             if info and stat.S_ISDIR(info.st_mode):
                 self.safely(self.set_facts, path, folders[path], info, path not in others)
-        journal.close()
+        journal.end()
         sweep(journal.root)
 
     def remove_strays(self):
@@ -258,6 +269,10 @@ class Restore:
                 for path in (os.path.join(place, name) for name in os.listdir(place)):
                     if path not in needed:
                         os.unlink(path)
+
+
+def same_bytes(one, other):
+    return not os.path.islink(one) and filecmp.cmp(one, other, shallow=False)
 
 
 def depth(path):

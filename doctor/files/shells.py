@@ -12,7 +12,19 @@ import shutil
 from typing import NamedTuple
 
 from .pythons import ignores_hook, leads_here
-from .syntax import MANY, SPLIT, UNKNOWN, expanded, literal, matches, tokens, used_by, valued, whole
+from .syntax import (
+    MANY,
+    SPLIT,
+    UNKNOWN,
+    expanded,
+    flags_of,
+    literal,
+    matches,
+    tokens,
+    used_by,
+    valued,
+    whole,
+)
 
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 KEYWORDS = "then do else if elif while until ! { } fi done esac".split()
@@ -25,7 +37,7 @@ SETS = ("export", "declare", "local", "readonly", "typeset")
 OWN = """[ [[ in function set unset source . module conda ulimit trap wait exit return shift : eval
 popd umask read mapfile shopt alias break continue let true false""".split()
 ASSIGNS = re.compile(r"([A-Za-z_]\w*)\+?=")
-CALLED = re.compile(r"\(\)\s*\{|^\s*function\s|\bshift\b", re.MULTILINE)  # $1 is not the script's
+CALLED = re.compile(r"\(\)\s*\{|^\s*function\s|\bshift\b", re.MULTILINE)  # $1: any of them
 LONG, LONG_VALUE = 1 << 20, 10_000  # bytes of a script, letters of a variable
 DEEP = 5  # shells in shells
 
@@ -64,9 +76,8 @@ class Shell:
         self.sure, self.scripts = sure, set() if scripts is None else scripts  # that it has read
 
     def below(self, depth=0, given=False, **known):
-        known = self.known | known
+        depth, known = self.depth + depth, self.known | known
         sure, given = self.sure and not self.chain and not self.open, given or self.given
-        depth += self.depth
         return Shell([*self.folders], known, self.found, depth, given, sure, self.scripts)
 
     def read(self, text):
@@ -184,6 +195,7 @@ class Shell:
             words = []
         elif name:
             words = self.shell(name, words, given)
+            given = given or (name in SHELLS and self.reads_input)
         self.add(words, into, cuts, hooked, given)
 
     def add(self, words, into, cuts, hooked, given):
@@ -270,18 +282,6 @@ class Shell:
         place["@"] = place["*"] = [SPLIT.join(words)]
         place |= {"0": [literal(path)], "SCRIPTS_FOLDER": [literal(os.path.dirname(path))]}
         self.below(1, given, **place).read(text)
-
-
-def flags_of(words):
-    """(whether a shell has -c, the words behind its flags)"""
-    line, at = False, 1
-    while at < len(words) and len(words[at]) > 1 and words[at][0] in "-+":
-        flag, at = words[at], at + 1
-        if not flag.startswith("--"):
-            line = line or (flag[0] == "-" and "c" in flag)
-            at += flag[-1] in "oO"
-        at += flag in ("--rcfile", "--init-file")
-    return line, words[at:]
 
 
 def script(name, folders, only_shells=False):

@@ -5,7 +5,8 @@ import itertools
 import os
 import re
 
-# In a word, until it is whole: what was quoted, and what only the shell can know.
+# In a word, until it is whole, letters of no language stand for signs that were quoted (PLAIN makes
+# signs of them again), and for what only the shell can know.
 SPECIAL = "$`{},"
 QUOTED = {ord(sign): chr(0xE010 + number) for number, sign in enumerate(SPECIAL)}
 PLAIN = {ord(code): chr(sign) for sign, code in QUOTED.items()}
@@ -206,3 +207,15 @@ def whole(word):
 def literal(word):
     """A word that no shell reads."""
     return word.translate(QUOTED)
+
+
+def flags_of(words):
+    """(whether a shell has -c, the words behind its flags)"""
+    line, at = False, 1
+    while at < len(words) and len(words[at]) > 1 and words[at][0] in "-+":
+        flag, at = words[at], at + 1
+        if not flag.startswith("--"):
+            line = line or (flag[0] == "-" and "c" in flag)
+            at += flag[-1] in "oO"
+        at += flag in ("--rcfile", "--init-file")
+    return line, words[at:]

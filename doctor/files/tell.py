@@ -40,6 +40,8 @@ def lines(done, work_folder, unseen=(), earlier=False):
     if programs:
         text = say("of programs, only the files that their commands name are kept")
         said.append(say("{text}: {names}", text=text, names=listed(programs)))
+    many = say("more files than are kept for a program; what it did to the others stays")
+    tell(many, done.journal.many)
     large = say("too large to be copied, and written by a program: what was in them is lost")
     tell(large, [path for path in done.journal.large if was_written(path, done.journal)])
     for note in sorted(done.journal.notes):

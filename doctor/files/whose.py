@@ -1,4 +1,7 @@
-"""Whose a file is that is there: this run's, another run's, or somebody else's."""
+"""Whose a file is that is there: this run's, another run's, or somebody else's.
+
+Others is asked while the run goes on, Whose when its files are put back.
+"""
 
 import os
 import stat
@@ -68,7 +71,7 @@ class Whose:
         self.inodes = set()  # of files with several names, one of which says that they are ours
 
     def look_at_names(self):
-        """Before the first name goes: it may be the one that tells."""
+        """Of hard links perhaps one alone was noted: all are looked at before the first is gone."""
         for top, entry in self.journal.first.items():
             looks = entry["do"] in ("keep", "new") and there(top)
             for path, info in walk(top) if looks else ():

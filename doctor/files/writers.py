@@ -23,12 +23,7 @@ WRITERS = {
         ("write_jpeg", 1, "filename"),
     ],
     "torchvision.io.video": [("write_video", 0, "filename")],
-    "torchvision.io": [
-        ("write_file", 0, "filename"),
-        ("write_png", 1, "filename"),
-        ("write_jpeg", 1, "filename"),
-        ("write_video", 0, "filename"),
-    ],
+    "readline": [("write_history_file", 0, ""), ("append_history_file", 1, "")],
     "cv2": [("imwrite", 0, "filename")],
     "pyarrow.parquet.core": [("ParquetWriter.__init__", 1, "where")],
     "pyarrow.feather": [("write_feather", 1, "dest")],

@@ -119,6 +119,13 @@ SENTENCES = {
         "运行期间被别的程序写过；运行之前的是另一个文件"
     ),
     "somebody else wrote it since": "之后被别的程序写过",
+    "somebody else wrote it since, or a program that did not say so": (
+        "之后被别的程序写过，或被本次运行启动、但命令里没有写明这个文件的程序写过"
+    ),
+    "what was kept of it is gone": "为它保留的副本已不存在",
+    "more files than are kept for a program; what it did to the others stays": (
+        "文件太多，没有为程序全部保留；它对其余文件的改动没有撤销"
+    ),
     "its folder is a link now": "它所在的文件夹现在是一个链接",
     "something wrote into it that cannot be seen": "被医生看不到的程序写过",
     "it is a folder now, and not empty": "现在是文件夹，而且不是空的",

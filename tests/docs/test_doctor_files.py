@@ -235,6 +235,25 @@ WAYS = {
     "tar": 'os.system("tar cf new.tar ckpt"); os.system("tar cf a b")',
     "posix_spawn": 'os.waitpid(os.posix_spawn("/bin/rm", ["rm", "a"], os.environ), 0)',
     "exec": 'os.execvp("cp", ["cp", "a", "b"])',
+    "the name of a program": """
+        subprocess.run(["true", "b"], executable="/bin/rm")
+        os.spawnv(os.P_WAIT, "/bin/rm", ["true", "a"])""",
+    "flags of programs": """
+        for line in ("sort -ua -o a", "sort -uob c", "uniq c lone", "sed -n 'w log' a",
+                     "find runs -fprint0 text.json", "find -path '*one*' -delete", "shred -u hard",
+                     "cp a n.bak; cp a n; sed -i.bak s/o/x/ n; sed -i.json s/o/x/ text 2> e"):
+            os.system(line)""",
+    "a line that writes what find says": """
+        os.system('find . -type f | while read f; do echo new > "$f"; done')""",
+    "commands from a pipe": r'os.system("echo rm a | sh"); os.system("cat <<X | bash -s\nrm b\nX")',
+    "python that is alone": """
+        code = "import os; os.remove('a'); os.remove('b')"
+        subprocess.run([sys.executable, "-u", "-B", "-I", "-c", code], check=True)
+        open("x", "w").write(f"#!{sys.executable} -Es\\nimport os; os.remove('c')")
+        os.chmod("x", 0o755); subprocess.run(["./x"], check=True)""",
+    "history": """
+        import readline
+        readline.add_history("new"); readline.write_history_file("a")""",
     "python": "subprocess.run([sys.executable, \"-c\", \"open('a', 'w'); open('n', 'w')\"])",
     "lines": r"""
         subprocess.run("echo x\nrm -rf ckpt", shell=True)
@@ -263,7 +282,7 @@ WAYS = {
         os.system("gzip log; bzip2 lone; zip -qm z text.json")""",
     "large files": """
         programs = sys.modules["doctor_files_hook.programs"]
-        programs.BYTES = programs.FILES = 9; os.path.ismount = lambda path: True
+        programs.BYTES = programs.FILES = 9
         subprocess.run(["cp", "a", "b"]); os.system("true; cp a c; echo x > log; rm -rf ckpt")""",
     "python, another PYTHONPATH": """
         import multiprocessing
@@ -600,6 +619,41 @@ for name in (b"a", b"new"):
 """
     said = place.run(script)[1]
     assert "changed or new, by something that the doctor cannot see: a, new\n" in said
+
+
+def test_more_files_than_are_kept_is_told(place):
+    script = """
+sys.modules["doctor_files_hook.programs"].LINKS = 5
+os.system("ls none | xargs rm -f")
+"""
+    said = place.run(HEAD + script)[1]
+    place.assert_unchanged(said)
+    told = "more files than are kept for a program; what it did to the others stays: "
+    assert told + str(place.path) in said, said
+
+
+def test_a_worktree_of_git(tmp_path):
+    """Its .git is a file, and what it shares with the others lies elsewhere.
+
+    What git adds to its own folder stays.
+    """
+    git = ["git", "-c", "user.name=a", "-c", "user.email=b"]
+    base = tmp_path / "main"
+    base.mkdir()
+    for line in ("init -q", "commit -q --allow-empty -m one", "worktree add -q ../tree/work"):
+        subprocess.check_call([*git, *line.split()], cwd=base)
+    place = Place(tmp_path / "tree/work/in", state=tmp_path / "state")
+    subprocess.check_call([*git, "add", "."], cwd=place.path)
+    before = snapshot(base) | snapshot(tmp_path / "tree")
+    script = f"""
+for line in ("commit -qm two", "tag v1", "rm -qf a"):
+    subprocess.check_call([*{git!r}, *line.split()])
+"""
+    code, said = place.run(HEAD + script)
+    assert code == 0 and "left:" not in said, said
+    after = snapshot(base) | snapshot(tmp_path / "tree")
+    for name, facts in before.items():
+        assert facts[-1] is None or after[name] == facts, (name, said)  # None: a folder
 
 
 def test_what_cannot_be_kept_cannot_be_overwritten(place):

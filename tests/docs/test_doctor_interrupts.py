@@ -71,6 +71,25 @@ assert all(open(name).read() == "new" for name in {NAMES})
     ends_well(place, script)
 
 
+def test_a_handler_in_the_midst_of_a_file_of_another_folder(place):
+    """As in shutil.rmtree, which opens names in open folders: the handler's names are its own."""
+    many(place)
+    script = f"""
+import signal
+names = {NAMES}
+def save(*_):
+    if names:
+        open(names.pop(), "w").write("new")
+signal.signal(signal.SIGALRM, save)
+signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+folder = os.open("ckpt", os.O_RDONLY)
+while names:
+    os.close(os.open("one", os.O_WRONLY, dir_fd=folder))
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+    ends_well(place, script)
+
+
 @pytest.mark.parametrize("ends", ["os._exit(3)", "raise SystemExit(3)"])
 def test_a_handler_that_ends_the_process(place, ends):
     """It came while the lock of all runs was held: nobody waits for it, and none is left behind."""
@@ -278,6 +297,52 @@ def test_folders_that_were_closed_and_those_of_others(tmp_path):
         shutil.rmtree(base)
 
 
+OTHERS = """
+        assert os.stat("closed/mine").st_size == 3
+        info = os.stat("closed/mine"); open("closed/mine", "r+").write("new")
+        os.utime("closed/mine", ns=(info.st_atime_ns, info.st_mtime_ns))
+        os.replace("b", "theirs/root"); open("theirs/root", "a").write("x")
+        subprocess.check_call(["sed", "-i", "s/old/new/", "fixed"])
+        subprocess.check_call(["gzip", "fixed2"])
+        os._exit(0)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_files_of_others_and_files_that_cannot_be_written(tmp_path):
+    """A copy is kept where no link may be made. A program puts another file in the place of one."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's folders are root's alone
+    try:
+        base.chmod(0o755)
+        place = Place(base / "work", state=base / "state")
+        for name in ("closed", "theirs"):
+            (place.path / name).mkdir()
+        place.state.mkdir()
+        for name in ("closed/mine", "theirs/root", "fixed", "fixed2"):
+            (place.path / name).write_text("old")
+        for name in (".", "closed/mine", "theirs", "b", "fixed", "fixed2"):
+            os.chown(place.path / name, USER, USER)
+        os.chown(place.state, USER, USER)
+        for name in ("fixed", "fixed2"):
+            (place.path / name).chmod(0o444)
+        place.before = snapshot(place.path)
+        script = re.sub(r"        open\(\"closed.*?os\._exit\(0\)\n", OTHERS, AS_USER, flags=re.S)
+        script = script.replace('    print(open("closed/mine").read(), flush=True)\n', "")
+        env = os.environ | {"DOCTOR_STATE": str(place.state)}
+        command = [sys.executable, "-c", script]
+        said = subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=150)
+        assert (place.path / "theirs/root").read_text() == "old"
+        theirs = os.fsencode(place.path / "theirs")
+        if (place.path / "theirs/root").stat().st_uid:  # it cannot be root's again: that is said
+            assert said.count("left:") == 1 and "left: theirs/root: could not be put back" in said
+            os.chown(place.path / "theirs/root", 0, 0)
+        # The time of that folder is the new file's.
+        now = {p: facts for p, facts in snapshot(place.path).items() if p.rstrip(b"/.") != theirs}
+        assert now == {p: facts for p, facts in place.before.items() if p.rstrip(b"/.") != theirs}
+    finally:
+        shutil.rmtree(base)
+
+
 EMPTIED = {
     "one by one": """
 for name in os.listdir():
@@ -285,6 +350,14 @@ for name in os.listdir():
 assert not [*os.scandir()] and [*os.walk(".")] == [(".", [], [])]
 """,
     "rmtree": "shutil.rmtree(os.getcwd(), ignore_errors=True)\n",
+    "find": """
+try:
+    subprocess.run(["find", ".", "-mindepth", "1", "-delete"])
+except PermissionError as error:
+    assert "the doctor keeps files in this folder" in str(error)
+else:
+    sys.exit(7)
+""",
     "moved": "a = os.listdir(); os.mkdir('old'); [os.rename(one, 'old/' + one) for one in a]\n",
 }
 IN_A_MOUNT = """

@@ -81,6 +81,19 @@ def test_who_has_the_hook(tmp_path, monkeypatch):
         assert one.words == ["python"] and one.hooked == hooked, line
 
 
+def test_which_python_has_the_hook():
+    lines = {
+        "python x.py -I": True,
+        "python -u -B -I x.py": False,
+        "python -W ignore -I x.py": False,
+        "python -Wi -X dev x.py -E": True,
+        "python -c x -I": True,
+        "python3 -uE": False,
+        "python2 x.py": False,
+    }
+    assert {line: pythons.has_hook(line.split()) for line in lines} == lines
+
+
 def test_scripts_that_call_each_other_come_to_an_end(tmp_path):
     (tmp_path / "a.sh").write_text('cd "$(dirname "$0")"/in\nbash b.sh x\nbash ../a.sh $1\nrm $1\n')
     (tmp_path / "in").mkdir()
@@ -115,10 +128,23 @@ WRITES = {
     "git init -q .": {"writes .git"},
     "git clone -q src/one.git": {"writes one"},
     "git clone src/one new": {"writes new"},
-    "xz src/none*": {"writes src/none*", "writes src/none*.xz"},
+    "xz src/none*": {"alone src/none*", "writes src/none*.xz"},
     "sed s/a/b/ src/one": set(),
-    "gzip -k src/one": {"writes src/one", "writes src/one.gz"},
-    "sort -o src/one src/one": {"writes src/one"},
+    "gzip -k src/one": {"alone src/one", "writes src/one.gz"},
+    "sort -uo src/one src/two": {"writes src/one"},
+    "sort -osrc/one src/two": {"writes src/one"},
+    "sort --output=src/one src/two": {"writes src/one"},
+    "sort -u src/one": set(),
+    "uniq src/two src/one": {"writes src/one"},
+    "find src -fprint0 x": {"writes src", "writes x"},
+    "find -delete": {"removes ."},
+    "sed -i.old s/a/ src/one": {"writes s/a", "writes s/a/.old", "writes src/one"}
+    | {"writes src/one.old"},
+    "nvidia-smi --filename=x": {"writes x"},
+    "gcc -c src/one.c": {"writes one.o", "writes one.s"},
+    "gcc src/one.c": {"writes a.out"},
+    "gcc -osrc/one src/one.c": {"writes src/one"},
+    "shred -u src/one": {"writes src/one"},
 }
 
 
