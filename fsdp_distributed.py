@@ -141,12 +141,8 @@ def main():
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # Strategy. A process keeps its shard of each block, and gathers a whole block when it computes
-    # it. `shards` has the optimizer that trains; the one above is saved and loaded.
-    model = copy.deepcopy(net).to(memory_format=torch.contiguous_format)  # FSDP takes no other
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
-    for block in [*blocks(model), model]:  # the model last: it takes what is in no block
-        fully_shard(block, mp_policy=precision_policy(net, DTYPES[args.precision]))
+    # Strategy. `shards` has the optimizer that trains; the one above is saved and loaded.
+    model = divide(net, args)
     shards = Shards(net, optimizer, model)
 
     if args.compile:
@@ -213,6 +209,15 @@ def main():
     dist.destroy_process_group()
     # 75 is EX_TEMPFAIL: the run was stopped and saved, and can be started again.
     return 0 if progress.finished() else 75
+
+
+def divide(net, args):
+    """A copy of it: a process keeps its shard of each block, and gathers a block to compute it."""
+    model = copy.deepcopy(net).to(memory_format=torch.contiguous_format)  # FSDP takes no other
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
+    for block in [*blocks(model), model]:  # the model last: it takes what is in no block
+        fully_shard(block, mp_policy=precision_policy(net, DTYPES[args.precision]))
+    return model
 
 
 def train(batches, shards, checkpoints, report, stop, watch, rank, world_size):

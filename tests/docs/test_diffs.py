@@ -32,7 +32,7 @@ DIFFERING = {
         r"\bhvd\.|\bdist\.|synchronize|channels_last",
     ),
     "fsdp_distributed": (
-        {"train", "validate"},
+        {"divide", "train", "validate"},
         r"fully_shard|check_shapes|\bshards\b|model\.buffers|val_batches, model|device\('cpu'\)"
         "|force_eager|longest|checksum|different weights",
     ),
