@@ -42,13 +42,13 @@ def supervise(context, rank=0):
     for number in SIGNALS:  # a SIGHUP that nohup ignores, the children ignore too
         signal.signal(number, pass_on)
     logging.getLogger(mp.spawn.__module__).setLevel("ERROR")  # it would announce its every kill
-    done = False
+    running, codes = dict(context.sentinels), [None]
     try:
-        while not done:
-            for sentinel in wait(context.sentinels):  # a killed one takes a moment to end
-                context.processes[context.sentinels[sentinel]].join()
+        while running and not any(codes):
+            for sentinel in wait(running):  # a killed one takes a moment to end
+                context.processes[running.pop(sentinel)].join()
             codes = [process.exitcode for process in context.processes]  # None: it is running
-            done = context.join(grace_period=3)
+        context.join(grace_period=3)  # ends the others, and says that one has failed
     except mp.ProcessExitedException as error:
         # Where one is killed the others fail too, and join() may name any of those that have ended.
         killed = [index for index, code in enumerate(codes) if code is not None and code < 0]

@@ -92,6 +92,33 @@ def test_a_killed_process_is_named_though_the_others_have_failed_too():
     assert Child(IMPORTS + main + all_ended).wait() == (1, "rank 6 failed: killed by SIGKILL\n")
 
 
+def test_one_that_is_killed_in_the_midst_of_supervise_is_named():
+    """Just when the end of another, a good one, has been seen."""
+    main = "def main(index): time.sleep(60 * (index > 0))\n"
+    late = """
+import longrun.spawn
+waits = []
+real_wait, real_join = longrun.spawn.wait, mp.ProcessContext.join
+
+def kill():
+    if children.processes[1].is_alive():
+        os.kill(children.processes[1].pid, 9)
+        children.processes[1].join()
+
+def late_wait(sentinels):
+    waits.append(kill() if waits else None)
+    return real_wait(sentinels)
+
+def late_join(context, **flags):
+    kill()
+    return real_join(context, **flags)
+
+longrun.spawn.wait, mp.ProcessContext.join = late_wait, late_join
+os._exit"""
+    code = SPAWN.replace("os._exit", late)
+    assert Child(IMPORTS + main + code).wait() == (1, "started\nrank 5 failed: killed by SIGKILL\n")
+
+
 def test_the_parent_of_mp_spawn_passes_signals_on():
     code = "def main(index):\n    stop = StopRequest()\n    print('ready')\n"
     code += "    return 75 if stop.requested.wait(60) else 0\n"
