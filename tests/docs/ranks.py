@@ -18,9 +18,7 @@ import torch
 from conftest import ROOT
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(
-    ["torch.distributed", "torch.nn.parallel", "torchvision", "sklearn.datasets", "conftest"]
-)
+forks.set_forkserver_preload(["tests.preloaded"])  # found from the project's root
 
 
 def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=500):
