@@ -24,8 +24,14 @@ DIFFERING = {
         r"\bdist\.|DataParallel|environ|device_count|reduce_mean|val_batches, model"
         "|different weights|asked",
     ),
-    "multiprocessing_distributed": ({"spawn"}, r"environ|store=store|FileStore|mp\.spawn"),
-    "distributed_slurm_main": ({"launch"}, r"environ|store=store|open_store|mp\.spawn"),
+    "multiprocessing_distributed": (
+        {"spawn"},
+        r"def main|environ|store=store|FileStore|mp\.spawn",
+    ),
+    "distributed_slurm_main": (
+        {"launch"},
+        r"def main|environ|store=store|open_store|mp\.spawn",
+    ),
     "apex_distributed": ({"train"}, r"\bamp\b"),
     "horovod_distributed": (
         {"train", "validate", "reduce_mean", "contiguous_view", "broadcast"},
