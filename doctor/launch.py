@@ -156,8 +156,12 @@ def stands_still(folder, patience, gone):
 
     gone: processes that are no more: none waits for them, or else in vain.
     """
-    last = [event for pid, event in last_events(folder).items() if pid not in gone]
-    last = [event for event in last if not event.get("outside")]
+    last = {pid: event for pid, event in last_events(folder).items() if pid not in gone}
+    for pid, event in last.items():  # one that has just ended may have let the others go on
+        age = time.time() - Path(folder, f"{pid}.jsonl").stat().st_mtime
+        if event["kind"] == "end" and age < patience:
+            return ""
+    last = [event for event in last.values() if not event.get("outside")]
     waiting = [event for event in last if event.get("where")]
     if not waiting or any(event["kind"] not in ("stands", "end") for event in last):
         return ""

@@ -11,6 +11,7 @@ import time
 
 from . import below, notebook
 from .events import RECORD, is_users, note, short, users_line
+from .files import threads
 from .recorder import dump
 from .wrappers import install
 
@@ -46,7 +47,7 @@ def begin():
     faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
     gc.freeze()  # collections, ours too, do not look at all of torch
     note("began", gpus=sys.modules["torch"].accelerator.device_count(), hash=hash("order"))
-    threading.Thread(target=watch, args=(RECORD.ended,), daemon=True).start()
+    threads.start(watch, RECORD.ended)
 
 
 def watch(ended):

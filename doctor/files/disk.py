@@ -1,6 +1,7 @@
 """Copies, walks and small questions about files; all paths are bytes."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -61,8 +62,28 @@ def copy(path, target):
         try:
             fcntl.ioctl(file.fileno(), CLONE, source.fileno())
         except OSError:
-            shutil.copyfileobj(source, file, 1 << 20)
+            copy_bytes(source.fileno(), file.fileno())
     shutil.copystat(path, target)
+
+
+def copy_bytes(source, target):
+    """From one open file to another; a hole in it, which takes no room, stays one."""
+    at, size = 0, os.fstat(source).st_size
+    while at < size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break  # nothing but a hole is left
+        end = os.lseek(source, at, os.SEEK_HOLE)
+        os.lseek(source, at, os.SEEK_SET)
+        os.lseek(target, at, os.SEEK_SET)
+        while part := os.read(source, min(1 << 20, end - at)):
+            at += len(part)
+            while part:
+                part = part[os.write(target, part) :]
+    os.ftruncate(target, size)
 
 
 def same_facts(path, fresh, info):

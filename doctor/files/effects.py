@@ -6,7 +6,8 @@ import re
 
 from .disk import walk, whole
 from .git import of_git
-from .names import named, values_of
+from .names import named, near, values_of
+from .syntax import SHELLS, UNKNOWN
 
 READ_ONLY = """nvidia-smi rocm-smi uname lscpu lspci ls cat head tail grep egrep fgrep find du df wc
 which file ldconfig hostname id ps free getconf nproc numactl echo printf test true false sleep date
@@ -28,14 +29,14 @@ def effects(words, folder):
     name, words = os.path.basename(words[0]), words[1:]
     if name == "find" and FINDS_AND_DOES & {*words}:
         starts = [*itertools.takewhile(lambda word: word[:1] not in ("-", "(", "!"), words)]
-        how = "removes" if "-delete" in words else "writes"
+        how = "goes" if "-delete" in words else "writes"
         return named(how, [*words, *([] if starts else ["."])], folder)
     if name == "git":
         return of_git(words, folder)
     if name == "tar" and (archive := packed_by_tar(words)) is not None:
         return named("writes", archive, folder)
     if name == "tar":
-        return named("writes", words, folder)
+        return named("writes", words, folder) + near(os.path.join(folder, UNKNOWN))
     if name in OUTPUTS:
         return named("writes", values_of(words, *OUTPUTS[name].split()), folder)
     if name == "uniq":  # IN, OUT
@@ -48,6 +49,9 @@ def effects(words, folder):
         stems = [os.path.basename(os.path.splitext(word)[0]) for word in words]
         made = [stem + end for stem in stems for end in (".o", ".s") if {"-c", "-S"} & {*words}]
         return named("writes", values_of(words, "o", "output") or made or ["a.out"], folder)
+    if name in SHELLS:  # shells.py has read its script
+        script = next((word for word in words if not word.startswith(("-", "+"))), None)
+        return named("writes", [word for word in words if word != script], folder)
     if name in COPIES:
         return of_copies(name, words, folder)
     if name == "zip":
@@ -58,9 +62,13 @@ def effects(words, folder):
         return [*found, *named("writes", [archive + ends], folder)]
     if name in PACKS:
         return of_packing(PACKS[name], words, folder)
-    how = "removes" if name in REMOVES else "writes"
-    found = named(how, words, folder)
-    return [(h, p) for h, p in found if h != "near"] if name in ("mkdir", "mktemp") else found
+    found = named("goes" if name in REMOVES else "writes", words, folder)
+    if name in ("mkdir", "mktemp"):
+        return [(how, path) for how, path in found if how != "near" and not os.path.lexists(path)]
+    if name == "curl" and any(re.match(r"-\w*O|--remote-name", word) for word in words):
+        found += named("writes", [word.rpartition("/")[2] for word in words], folder)
+    # These find their names in an archive, and remove a file before they write it.
+    return found + (near(os.path.join(folder, UNKNOWN)) if name in ("unzip", "patch") else [])
 
 
 def written_by_sed(words):
@@ -88,7 +96,8 @@ def of_copies(name, words, folder):
         sources, last = [last], "."  # ln -s ../data
     (last_how, last), *_ = named("removes", [last], folder) or [("near", b"/")]
     if last_how == "near":
-        return named("removes" if name == "mv" else "near", words, folder) + [(last_how, last)]
+        how = "removes" if name == "mv" else "near"
+        return named(how, words, folder) + [("written" if name == "cp" else last_how, last)]
     found = [("removes", last)] if os.path.islink(last) else []
     if "--delete" in " ".join(flags):
         found.append(("removes", os.path.realpath(last)))

@@ -7,7 +7,13 @@ from .disk import walk, whole
 from .names import named, values_of
 
 READS = """status diff log rev-parse describe show ls-files ls-tree cat-file blame shortlog
-rev-list version --version""".split()
+rev-list version --version show-ref for-each-ref merge-base ls-remote grep name-rev
+check-ignore""".split()
+# These only ask, too, with nothing but these words, or with one of those.
+ASKS = {"branch": "-a -r -v -vv --all", "remote": "-v get-url show origin", "tag": "-n"}
+ASKS |= {"submodule": "status", "symbolic-ref": "--short -q HEAD", "reflog": "show HEAD"}
+ONLY_ASKS = """-l --list --get --get-all --get-regexp --show-current --points-at --contains
+--merged""".split()
 WITH_UNKNOWN = "-u -a --include-untracked --all".split()
 OWN_ONLY = "commit tag fetch push branch config remote gc notes".split()  # of its own folder
 
@@ -19,7 +25,9 @@ def of_git(words, folder):
         words = words[2:]
     flags = [word for word in words if word.startswith("-")]
     name = next((word for word in words if not word.startswith("-")), flags[0] if flags else "")
-    if name in READS or not name:
+    asks = name in ASKS and {*words} <= {name, *ASKS[name].split()}
+    asks = asks or (name in (*ASKS, "config") and {*words} & {*ONLY_ASKS})
+    if name in READS or not name or asks or "stash list" in " ".join(words):
         return named("writes", values_of(words, "@", "output"), folder)
     if name in ("clone", "init"):
         names = [word for word in words[words.index(name) + 1 :] if word not in flags] or ["."]

@@ -73,6 +73,8 @@ class Run:
                     self.before, inventory.inventory(self.folder, self.journal.root)
                 )
             lines = tell.lines(done, self.folder, unseen)
+            if self.before is None and done.journal.programs:
+                lines.append(words.say("too many files to see what programs changed besides"))
         outlived = sorted({*outlived, *done.outlived})
         if outlived:
             pids = words.listed(outlived)

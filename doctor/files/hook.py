@@ -119,8 +119,8 @@ def on_sqlite(process, database):
         name = urllib.parse.unquote(name)
     if name in ("", ":memory:"):
         return
-    for more in ("", "-journal", "-wal", "-shm"):
-        process.will_write(name + more)
+    for more in ("", "-journal", "-wal", "-shm"):  # beside the file to which a link leads
+        process.will_write(os.path.realpath(name) + more)
 
 
 HANDLERS = {

@@ -2,7 +2,8 @@
 
 Pairs (how, path), path being absolute bytes whose folder has no links:
 
-removes   it goes, or gets another name: a link keeps it
+goes      it is removed: a link keeps it
+removes   it goes or gets another name, and the program may put another in its place
 writes    it may also be written where it lies: its name gets a fresh inode
 cuts      as writes, but it is emptied first
 alone     as writes, and a large file is copied too: the program takes none that has two names
@@ -25,6 +26,9 @@ NEAR = {"near", "clears", "written"}  # what is there at the end may be somebody
 def named(how, words, folder):
     """The paths that words may mean: patterns are expanded; one that is not clear is near."""
     found = []
+    if "--" in words:  # what comes then is no flag
+        at = words.index("--")
+        words = [*words[:at], *(os.path.join(".", word) for word in words[at + 1 :])]
     for word in words:
         for part in {word, word.partition("=")[2] if "=" in word else word}:  # of=FILE, --out=FILE
             if not part or part.startswith("-") or len(part) > 4096 or "\0" in part:

@@ -174,7 +174,7 @@ class Interrupts:
 
     def go_on(self):
         """Call those that waited. What they raise goes to the script."""
-        while self.waiting and threading.current_thread() is threading.main_thread():
+        while self.waiting and threading.get_ident() == threading.main_thread().ident:
             try:
                 handler, number, frame = self.waiting.pop(0)
             except IndexError:  # another that came just now has called it

@@ -96,13 +96,13 @@ def of_command(keeper, command, folder):
 def keep(keeper, path, how, sure=False):
     """how: see effects.py. sure: the program begins now."""
     info = seen(path)
-    writes = how not in ("removes", "near")
+    writes = how not in ("goes", "removes", "near")
     if info and stat.S_ISLNK(info.st_mode) and writes:
         target = os.path.realpath(path)
         if not os.path.islink(target):  # else it is a circle
             keep(keeper, target, how, sure)
     if not info:
-        if how in NEAR:
+        if how == "goes" or how in NEAR:
             return
         new = path
         while not seen(os.path.dirname(new)):  # as mkdir -p makes them
@@ -123,7 +123,7 @@ def keep(keeper, path, how, sure=False):
         keeper.will_remove(path)
         if keeper.others.is_protected(info):
             keeper.journal.append({"do": "large", "path": path})
-    if how not in NEAR:  # the program was told this name: what is there at the end is the run's
+    if how != "goes" and how not in NEAR:  # what is there at the end is the run's
         keeper.writes([path], "program")
 
 
@@ -134,7 +134,7 @@ def has_room(path, info):
 
 
 def keep_folder(keeper, path, how):
-    if how == "removes":  # all of it, as shutil.rmtree
+    if how in ("goes", "removes"):  # all of it, as shutil.rmtree
         keeper.will_remove_tree(path)
         keeper.holds_no_store(path)  # Python's own rmtree does not see it: listing.py
         return

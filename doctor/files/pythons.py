@@ -77,12 +77,12 @@ def ignores_hook(words):
 
 def has_hook(words):
     """Whether it is a Python that reads our site folder, or a script for one; None: no Python."""
-    name = os.path.basename(words[0])
-    if re.match(r"python(2|3\.\d(\D|$))", name):
+    found = shutil.which(words[0])
+    name, real = os.path.basename(words[0]), os.path.realpath(found or words[0])
+    if re.match(r"python(2|3\.\d(\D|$))", os.path.basename(real)):
         return False  # older than the doctor
     if fnmatch.fnmatch(name, "python*") or fnmatch.fnmatch(name, "pypy*"):
         return not is_isolated(words[1:])
-    found = shutil.which(words[0])
     with contextlib.suppress(OSError), open(found or "", "rb") as file:
         first = file.read(200).partition(b"\n")[0].decode(errors="replace")
         _, python, flags = first.partition("python")

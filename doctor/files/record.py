@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 
+from . import threads
 from .doctors import lives
 from .journal import inside
 
@@ -23,7 +24,7 @@ class Recorder:
         self.process = process
         # path: {thread that has announced to open it: when}
         self.written = {path: {threading.get_ident(): time.monotonic()} for path in inherited}
-        self.thread = None
+        self.thread = False  # whether it was started
 
     def begin(self):
         atexit.register(lambda: self.process.recorder.last())
@@ -32,9 +33,9 @@ class Recorder:
     def watch(self):
         """Start the thread: a fork leaves it behind."""
         if not self.thread:
-            self.thread = threading.Thread(target=self.run, name="doctor", daemon=True)
+            self.thread = True
             with contextlib.suppress(RuntimeError):  # a sub-interpreter has no such threads
-                self.thread.start()
+                threads.start(self.run)
 
     def run(self):
         while self.process.recorder is self:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .pythons import ignores_hook, leads_here
 from .syntax import (
     MANY,
+    SHELLS,
     SPLIT,
     UNKNOWN,
     expanded,
@@ -26,12 +27,11 @@ from .syntax import (
     whole,
 )
 
-SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 KEYWORDS = "then do else if elif while until ! { } fi done esac".split()
 PREFIXES = ("time", "exec", "command", "builtin")
 # Programs that start another, which stands behind their flags.
 STARTS = """sudo nohup nice ionice env timeout stdbuf setsid srun mpirun mpiexec taskset numactl
-chrt unbuffer xargs parallel conda""".split()
+chrt unbuffer xargs parallel conda flock""".split()
 WRITES = ("srun", "mpirun", "mpiexec", "parallel")  # what their flags name
 SETS = ("export", "declare", "local", "readonly", "typeset")
 OWN = """[ [[ in function set unset source . module conda ulimit trap wait exit return shift : eval

@@ -11,13 +11,14 @@ SPECIAL = "$`{},"
 QUOTED = {ord(sign): chr(0xE010 + number) for number, sign in enumerate(SPECIAL)}
 PLAIN = {ord(code): chr(sign) for sign, code in QUOTED.items()}
 UNKNOWN, IN_QUOTES, SPLIT = "\ue000", "\ue001", "\ue002"  # the second: a $ in double quotes
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 SIGN = re.compile(r"\d*(?:&>>?|<<<|<<-?|<>|>>|>\||[<>]&|[<>])|\|\||&&|;;&?|\|&|[;&|()\n]")
 # $(dirname "$0"), also as $(cd "$(dirname "$0")" && pwd): by a name of ours.
 SCRIPTS_FOLDER = re.compile(r"[^;|]*\bdirname\s+(--\s+)?\"?\$\{?(0|BASH_SOURCE)")
 MANY = 300  # words that braces or variables may become
 VARIABLE = re.compile(
     rf"([${IN_QUOTES}])(?:(\d|[A-Za-z_]\w*|[@*])"
-    rf"|\{{(\w+|[@*])(?:\[[@*]\])?(?::?([-+=])([^{{}}]*))?\}})"
+    rf"|\{{(\w+|[@*])(?:\[[@*]\])?(?::?([-+=?])([^{{}}]*))?\}})"
 )
 
 
@@ -164,7 +165,7 @@ def valued(word, known, splits=False):
         found = known.get(name)
         if how == "+":
             found = valued(other, known) if found else ""
-        elif how and not found:
+        elif how and how != "?" and not found:
             found = valued(other, known)
         if found is None:
             return match[0]

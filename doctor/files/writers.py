@@ -23,6 +23,7 @@ WRITERS = {
         ("write_jpeg", 1, "filename"),
     ],
     "torchvision.io.video": [("write_video", 0, "filename")],
+    "_gdbm": [("open", 0, "filename")],
     "readline": [("write_history_file", 0, ""), ("append_history_file", 1, "")],
     "cv2": [("imwrite", 0, "filename")],
     "pyarrow.parquet.core": [("ParquetWriter.__init__", 1, "where")],
@@ -190,7 +191,28 @@ def wrap_tokenizers(process, base):
     owner.save_pretrained = save_pretrained
 
 
+def wrap_shared_memory(process, posix):
+    """Blocks of multiprocessing.shared_memory are files of /dev/shm, which C opens and removes."""
+    real_open, real_unlink = posix.shm_open, posix.shm_unlink
+
+    @functools.wraps(real_open)
+    def shm_open(path, flags, *args, **kwargs):
+        if flags & (os.O_CREAT | os.O_RDWR):
+            announce(process, "/dev/shm/" + path.lstrip("/"))
+        return real_open(path, flags, *args, **kwargs)
+
+    @functools.wraps(real_unlink)
+    def shm_unlink(path):
+        from .hook import guarded, on_remove
+
+        guarded(process, on_remove, "/dev/shm/" + path.lstrip("/"))
+        real_unlink(path)
+
+    posix.shm_open, posix.shm_unlink = shm_open, shm_unlink
+
+
 SPECIAL = {
+    "_posixshmem": [wrap_shared_memory],
     "torch": [wrap_archives, wrap_mapped],
     "torch.distributed": [wrap_stores],
     "h5py": [wrap_h5py],

@@ -122,6 +122,7 @@ SENTENCES = {
     "somebody else wrote it since, or a program that did not say so": (
         "之后被别的程序写过，或被本次运行启动、但命令里没有写明这个文件的程序写过"
     ),
+    "too many files to see what programs changed besides": ("文件太多，看不出程序还改动了哪些"),
     "what was kept of it is gone": "为它保留的副本已不存在",
     "more files than are kept for a program; what it did to the others stays": (
         "文件太多，没有为程序全部保留；它对其余文件的改动没有撤销"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from doctor.files import guard, keep
+from doctor.files import disk, guard, keep
 from doctor.files.journal import Journal
 from tests.docs.test_doctor_files import (
     AS_USER,
@@ -114,6 +114,20 @@ for _ in range(8):
         os.kill(child, signal.SIGTERM)
         ended, status = os.waitpid(child, os.WNOHANG)
     assert os.waitstatus_to_exitcode(status) == 3
+"""
+    ends_well(place, script)
+
+
+def test_a_script_that_waits_for_all_its_threads(place):
+    """The doctor's own are not among them, and take no signal that these have blocked."""
+    script = """
+import signal, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+open("a", "w").write("new"); time.sleep(1.2)
+assert threading.enumerate() == [threading.main_thread()]
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(0.2)
+assert signal.sigwait([signal.SIGUSR1]) == signal.SIGUSR1
 """
     ends_well(place, script)
 
@@ -254,6 +268,58 @@ def test_a_link_where_a_folder_was(place, before):
 
 def test_sockets_and_pipes(place):
     ends_well(place, "import socket; s = socket.socket(1); s.bind('sock'); os.mkfifo('pipe')\n")
+
+
+def test_blocks_of_shared_memory(place):
+    """Files of /dev/shm: a new one goes, one that was there stays as it was."""
+    from multiprocessing.shared_memory import SharedMemory
+
+    block = SharedMemory(create=True, size=8)
+    try:
+        block.buf[:3] = b"old"
+        old, new = block._name, f"/new-{os.getpid()}"
+        script = f"""
+from multiprocessing.shared_memory import SharedMemory
+SharedMemory({new!r}, create=True, size=1000)
+one = SharedMemory({old!r}); one.buf[:3] = b"new"; one.unlink()
+"""
+        code, said = place.run(HEAD + script)
+        assert code == 0 and "left:" not in said, said
+        assert not os.path.exists("/dev/shm" + new)
+        assert Path("/dev/shm" + old).read_bytes()[:3] == b"old"
+    finally:
+        block.close()
+        block.unlink()
+
+
+def test_a_hole_stays_one(tmp_path):
+    with open(tmp_path / "a", "wb") as file:
+        file.write(b"begin")
+        file.seek(1 << 30)
+        file.write(b"middle")
+        file.truncate((1 << 30) + (1 << 20))
+    disk.copy(os.fsencode(tmp_path / "a"), os.fsencode(tmp_path / "b"))
+    assert (tmp_path / "b").stat().st_blocks < 1000
+    with open(tmp_path / "b", "rb") as file:
+        assert file.read(5) == b"begin" and file.seek(1 << 30) and file.read(7) == b"middle\0"
+    assert (tmp_path / "b").stat().st_size == (tmp_path / "a").stat().st_size
+
+
+def test_sqlite_through_a_link(place):
+    """Its journals lie beside the file, not beside the link; a crash has left one."""
+    there = place.path.parent / "there"
+    crash = (
+        "import os, sqlite3; d = sqlite3.connect('x.db'); d.execute('pragma journal_mode=wal')\n"
+    )
+    crash += "d.execute('create table t (x)'); d.commit(); os._exit(0)"
+    there.mkdir()
+    subprocess.check_call([sys.executable, "-c", crash], cwd=there)
+    assert (there / "x.db-wal").stat().st_size
+    (place.path / "db").symlink_to("../there/x.db")
+    place.before, before = snapshot(place.path), snapshot(there)
+    script = "import sqlite3; d = sqlite3.connect('db'); d.execute('insert into t values (1)')\n"
+    ends_well(place, script + "d.commit(); d.close()\n")
+    assert snapshot(there) == before
 
 
 def test_memory_that_is_a_file():

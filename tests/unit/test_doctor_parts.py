@@ -1,6 +1,8 @@
 """The doctor's own parts, without a run."""
 
 import argparse
+import json
+import os
 import weakref
 
 import pytest
@@ -257,3 +259,14 @@ def test_weights_are_looked_at_more_rarely_with_time():
 
     looked = [step for step in range(1, 151) if is_looked_at(step)]
     assert looked == [*range(1, 21), 25, 30, 35, 40, 45, 50, 100, 150]
+
+
+def test_one_that_has_just_ended_may_have_let_the_others_go_on(tmp_path):
+    """It came through a barrier; the other has had no time yet to say that it did, too."""
+    ended = {"kind": "end", "line": "?", "outside": False}
+    waits = {"kind": "stands", "line": "a.py:1", "where": "barrier", "busy": False, "times": 1}
+    for pid, event in ((1, ended), (2, waits | {"outside": False})):
+        (tmp_path / f"{pid}.jsonl").write_text(json.dumps(event) + "\n")
+    assert not launch.stands_still(tmp_path, 8, gone=set())
+    os.utime(tmp_path / "1.jsonl", (0, 0))
+    assert launch.stands_still(tmp_path, 8, gone=set()).startswith("it had stood still for 8 s")
