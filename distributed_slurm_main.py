@@ -81,7 +81,7 @@ def parse_args(local_world_size):
 
 
 def main(index, task):
-    gc.freeze()  # what is imported: each collection of garbage, also at the exit, is 0.3 s shorter
+    gc.freeze()  # what is imported: each collection of garbage, also at the exit, is 0.2 s shorter
     # Who am I? The tasks of srun have agreed on the ranks of their first processes (see launch).
     rank = task.rank + index
     local_rank = task.local_rank + index

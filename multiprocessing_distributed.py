@@ -79,7 +79,7 @@ def parse_args(local_world_size):
 
 
 def main(rank, world_size, path):
-    gc.freeze()  # what is imported: each collection of garbage, also at the exit, is 0.3 s shorter
+    gc.freeze()  # what is imported: each collection of garbage, also at the exit, is 0.2 s shorter
     # Who am I? mp.spawn has passed the rank; on one machine it is the local rank too.
     local_rank = rank
     local_world_size = world_size
