@@ -1,5 +1,6 @@
 """Copies, walks and small questions about files; all paths are bytes."""
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -36,10 +37,13 @@ def whole(path):
 
 
 def walk(top):
-    """(path, facts) of all that is in a folder, itself first; links are not followed."""
-    folders = [top]
+    """(path, facts) of all that is in a folder, itself first; links are not followed.
+
+    What is deeper comes later: there may be a million images, above them a few checkpoints.
+    """
+    folders = collections.deque([top])
     while folders:
-        folder = folders.pop()
+        folder = folders.popleft()
         info = seen(folder)
         if not info:
             continue

@@ -44,7 +44,7 @@ class Keeper:
         if not info:
             self.will_make(path, write)
             return
-        if by != "program" and not writable(path):
+        if not writable(path) and (by != "program" or not writable(up(path))):
             return  # it cannot be opened so; a program may put another in its place
         breaks = self.others.is_protected(info)
         if self.keep(path, info, writes=True):

@@ -12,14 +12,14 @@ import stat
 
 from .disk import walk
 from .effects import effects, reads_only
-from .journal import seen
+from .journal import NotKept, seen
 from .names import NEAR, named, near
 from .pythons import hand_on, has_hook
 from .shells import commands
 from .syntax import UNKNOWN
 
 # Of a folder, so many files are kept by links; fewer are copied, as a program may write them.
-LINKS, FILES, BYTES = 100_000, 10_000, 256 << 20
+LINKS, FILES, BYTES = 20_000, 10_000, 256 << 20
 
 
 def on_popen(process, executable, args, cwd, env):
@@ -67,13 +67,13 @@ def will_run(keeper, skips, found):
         for how, path in touched:
             unclear = unclear or how in NEAR
             if not skips(path):
-                keep(keeper, path, how, command.sure)
+                keep_or_note(keeper, path, how, command.sure)
     if unclear:  # names come from a pipe or a variable: perhaps these
         for command, folder in ((one, folder) for one in found for folder in one.folders):
             with contextlib.suppress(ValueError):
                 for _, path in named("near", command.words[1:], folder):
                     if not skips(path) and seen(path):
-                        keep(keeper, path, "near")
+                        keep_or_note(keeper, path, "near")
 
 
 def of_command(keeper, command, folder):
@@ -91,6 +91,16 @@ def of_command(keeper, command, folder):
                 does = does + near(os.path.join(folder, UNKNOWN))
         found += does
     return found
+
+
+def keep_or_note(keeper, path, *how):
+    """One that may not be read, say, does not keep the others from being kept."""
+    try:
+        keep(keeper, path, *how)
+    except NotKept:
+        raise
+    except OSError as error:
+        keeper.journal.append({"do": "note", "text": f"{type(error).__name__}: {error}"})
 
 
 def keep(keeper, path, how, sure=False):
