@@ -82,9 +82,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "shape", each(SHAPES, ["a task per node"], by_hand=["that starts two processes"])
-)
+@pytest.mark.parametrize("shape", each(SHAPES, by_hand=["that starts two processes"]))
 def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_path):
     """A task, or a process that a task has started; to the end of distributed.py's two processes.
 

@@ -271,6 +271,7 @@ dist.barrier()
 )
 
 
+@pytest.mark.full
 def test_a_job_that_is_looked_at_ends_with_the_same_weights(tmp_path):
     """Each time it moves; the rank that waits for the other is none that hangs."""
     for name in ("alone", "seen"):
@@ -342,6 +343,7 @@ def commands():
     return re.findall(r"^python doctor --attach.*$", section, re.M)
 
 
+@pytest.mark.full
 def test_the_commands_of_the_page(tmp_path):
     """On a mistake of the list; two machines are played by two files, of a rank each."""
     script = tmp_path / "train.py"

@@ -140,6 +140,7 @@ def test_puts_back_the_checkpoints_and_says_that_it_saw_no_training(tmp_path):
 UNCHECKED = ("    if len(train_set) < BATCH_SIZE:\n", "    if False:\n")
 
 
+@pytest.mark.full
 def test_a_loader_without_a_batch_is_no_training(tmp_path):
     """The script validates, so something was seen; but it trains nothing, without an error."""
     edits = [("BATCH_SIZE = 64", "BATCH_SIZE = 4096"), UNCHECKED]
@@ -558,6 +559,7 @@ def test_ray_is_asked_for_no_gpus_that_are_not_there(tmp_path):
     assert "failed" not in examined(tmp_path, "script.py", code=2)[1]
 
 
+@pytest.mark.full
 def test_a_module_counts_no_gpus_where_another_was_told_that_there_are_none(tmp_path):
     (tmp_path / "flags.py").write_text("import torch\n\nGPU = torch.cuda.is_available()\n")
     (tmp_path / "devices.py").write_text("import torch\n\nGPUS = torch.cuda.device_count()\n")

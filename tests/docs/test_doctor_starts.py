@@ -295,6 +295,7 @@ def notebook(cells):
     return json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
 
 
+@pytest.mark.full
 def test_a_notebook_by_its_cells(tmp_path):
     (tmp_path / "train.ipynb").write_text(notebook(CELLS))
     output = examined(tmp_path, "--json=report.json", "--format=github", "train.ipynb")
@@ -409,6 +410,7 @@ net(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)).backward()
 """
 
 
+@pytest.mark.full
 def test_a_loss_inside_of_what_is_compiled(tmp_path):
     """It is traced with tensors that hold no numbers: there is nothing to count."""
     (tmp_path / "script.py").write_text(COMPILED)

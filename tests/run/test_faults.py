@@ -44,6 +44,7 @@ def test_a_stopped_process_is_missed(name, work, tmp_path):
     ends_as_straight(name, tmp_path / "c", work)
 
 
+@pytest.mark.full
 def test_a_run_that_waits_for_images_ends(work, tmp_path):
     """The loader's workers are stopped: the main thread would wait for them without limit."""
     job = start("dataparallel", tmp_path / "c", work, "--dist-timeout", "5")

@@ -70,7 +70,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", each(STRATEGIES, ["multiprocessing"]))
 def test_each_strategy_trains_the_same(name, work, tmp_path):
     """To the bit, with BatchNorm, dropout and augmentation. A good run warns of nothing."""
     command = [*STRATEGIES[name], *FLAGS, "--checkpoint-dir", tmp_path / "c"]
@@ -102,9 +102,7 @@ def test_buffers_of_any_kind_are_rank_0s(name, work, tmp_path):
 
 
 # They are there before the strategy begins; Horovod's takes longest to start.
-@pytest.mark.parametrize(
-    "name", each(["distributed", "fsdp", "horovod"], ["distributed"], ["horovod"])
-)
+@pytest.mark.parametrize("name", each(["distributed", "fsdp", "horovod"], by_hand=["horovod"]))
 def test_weights_of_another_program(name, work, tmp_path):
     """They are evaluated as they were; then trained on. A resume needs the file no more."""
     one = straight("alone", work)
