@@ -74,19 +74,22 @@ def copy_bytes(source, target):
     """From one open file to another; a hole in it, which takes no room, stays one."""
     at, size = 0, os.fstat(source).st_size
     while at < size:
+        end = size
         try:
             at = os.lseek(source, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break  # nothing but a hole is left
-        end = os.lseek(source, at, os.SEEK_HOLE)
+            end = os.lseek(source, at, os.SEEK_HOLE)
+        except OSError as error:  # else a file system that does not tell where holes are
+            if error.errno == errno.ENXIO:
+                break  # nothing but a hole is left
         os.lseek(source, at, os.SEEK_SET)
         os.lseek(target, at, os.SEEK_SET)
+        begin = at
         while part := os.read(source, min(1 << 20, end - at)):
             at += len(part)
             while part:
                 part = part[os.write(target, part) :]
+        if at == begin:
+            break  # somebody has made it shorter meanwhile
     os.ftruncate(target, size)
 
 

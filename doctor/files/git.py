@@ -27,7 +27,7 @@ def of_git(words, folder):
     name = next((word for word in words if not word.startswith("-")), flags[0] if flags else "")
     asks = name in ASKS and {*words} <= {name, *ASKS[name].split()}
     asks = asks or (name in (*ASKS, "config") and {*words} & {*ONLY_ASKS})
-    if name in READS or not name or asks or "stash list" in " ".join(words):
+    if name in READS or not name or asks or words[:2] == ["stash", "list"]:
         return named("writes", values_of(words, "@", "output"), folder)
     if name in ("clone", "init"):
         names = [word for word in words[words.index(name) + 1 :] if word not in flags] or ["."]

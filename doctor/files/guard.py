@@ -185,7 +185,9 @@ def be_parent(child, run, keep, show):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     code = os.waitstatus_to_exitcode(status)
-    return 128 + told[0] if told else code if code >= 0 else 128 - code
+    if told:
+        return 128 + told[0]
+    return code if code >= 0 else 128 - code  # below 0: killed by that signal
 
 
 def finish(run, keep, show):

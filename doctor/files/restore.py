@@ -190,7 +190,7 @@ class Restore:
         if info and not stat.S_ISDIR(info.st_mode):
             if entry["how"] == "link" and os.path.samestat(info, now):
                 os.unlink(kept)
-                if facts[SIZE] != info.st_size or not whole:
+                if not whole:
                     self.left.append(
                         (path, say("something wrote into it that cannot be seen"), None)
                     )

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import sys
+import types
 
 # module: (where the function is, the number of the argument with the file's name, its keyword)
 WRITERS = {
@@ -50,6 +51,10 @@ class Finder:
         finally:
             self.asks = False
         if spec and spec.loader and hasattr(spec.loader, "exec_module"):
+            if isinstance(spec.loader, type):  # of all modules that are built into this Python
+                spec.loader = types.SimpleNamespace(
+                    create_module=spec.loader.create_module, exec_module=spec.loader.exec_module
+                )
             real = spec.loader.exec_module
 
             def exec_module(module):

@@ -1,10 +1,12 @@
 """What the doctor's reader of shell lines finds in them, without a shell."""
 
+import importlib
 import os
+import sys
 
 import pytest
 
-from doctor.files import effects, pythons, shells, syntax
+from doctor.files import effects, pythons, shells, syntax, writers
 
 CLEAR = {
     "echo x\nrm -rf ckpt": ["echo x", "rm -rf ckpt"],
@@ -172,3 +174,22 @@ def test_what_programs_write(line, tmp_path):
     said = {f"{how} {os.path.relpath(os.fsdecode(path), tmp_path)}" for how, path in found}
     writes = {one for one in said if "latest/" not in one and "src/run2" not in one}
     assert writes == WRITES[line]
+
+
+def test_a_commit_that_tells_of_a_list_is_a_commit(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/index").touch()
+    (one,) = effects.effects(["git", "commit", "-m", "a stash list"], str(tmp_path))
+    assert one == ("writes", os.fsencode(tmp_path / ".git/index"))
+
+
+def test_a_module_that_is_built_in_leaves_the_others_as_they_are(monkeypatch):
+    """All built-in modules have one loader: some Pythons have readline there."""
+    found, loader = [], importlib.machinery.BuiltinImporter
+    monkeypatch.setitem(
+        writers.SPECIAL, "_symtable", [lambda process, module: found.append(module)]
+    )
+    monkeypatch.delitem(sys.modules, "_symtable", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [writers.Finder(None), *sys.meta_path])
+    before = loader.exec_module
+    assert importlib.import_module("_symtable") is found[0] and loader.exec_module == before
