@@ -331,6 +331,28 @@ def test_memory_that_is_a_file():
         assert not os.path.exists(shm)
 
 
+@pytest.fixture
+def users_place():
+    """A Place that another user may look into, with a state folder of his own."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's folders are root's alone
+    base.chmod(0o755)
+    place = Place(base / "work", state=base / "state")
+    place.state.mkdir()
+    os.chown(place.state, USER, USER)
+    yield place
+    shutil.rmtree(base)
+
+
+def said_to_user(place, lines):
+    """What the doctor says to him of a script with these lines."""
+    script = re.sub(r"        open\(\"closed.*?os\._exit\(0\)\n", lines, AS_USER, flags=re.S)
+    script = script.replace('    print(open("closed/mine").read(), flush=True)\n', "")
+    assert lines in script and 'open("closed/mine")' not in script.replace(lines, "")
+    env = os.environ | {"DOCTOR_STATE": str(place.state)}
+    command = [sys.executable, "-c", script]
+    return subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=150)
+
+
 CLOSES = """
         open("a", "w").write("new"); open("ckpt/one", "w").write("new"); os.chmod("ckpt", 0o600)
         os.makedirs("out/deep"); open("out/deep/x", "w").write("new"); os.chmod("out/deep", 0o500)
@@ -341,26 +363,15 @@ CLOSES = """
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
-def test_folders_that_were_closed_and_those_of_others(tmp_path):
+def test_folders_that_were_closed_and_those_of_others(users_place):
     """Not root: it may not look into them, and may not set the time of /tmp."""
-    base = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's folders are root's alone
-    try:
-        base.chmod(0o755)
-        place = Place(base / "work", state=base / "state")
-        place.state.mkdir()
-        for path in (place.state, place.path, *place.path.rglob("*")):
-            os.chown(path, USER, USER, follow_symlinks=False)
-        place.before = snapshot(place.path)
-        script = re.sub(r"        open\(\"closed.*?os\._exit\(0\)\n", CLOSES, AS_USER, flags=re.S)
-        script = script.replace('    print(open("closed/mine").read(), flush=True)\n', "")
-        assert "shut" in script and "closed" not in script
-        env = os.environ | {"DOCTOR_STATE": str(place.state)}
-        command = [sys.executable, "-c", script]
-        said = subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=150)
-        place.assert_unchanged(said)
-        assert "left" not in said and "not all" not in said and "cannot see" not in said, said
-    finally:
-        shutil.rmtree(base)
+    place = users_place
+    for path in (place.path, *place.path.rglob("*")):
+        os.chown(path, USER, USER, follow_symlinks=False)
+    place.before = snapshot(place.path)
+    said = said_to_user(place, CLOSES)
+    place.assert_unchanged(said)
+    assert "left" not in said and "not all" not in said and "cannot see" not in said, said
 
 
 OTHERS = """
@@ -375,38 +386,27 @@ OTHERS = """
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
-def test_files_of_others_and_files_that_cannot_be_written(tmp_path):
+def test_files_of_others_and_files_that_cannot_be_written(users_place):
     """A copy is kept where no link may be made. A program puts another file in the place of one."""
-    base = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's folders are root's alone
-    try:
-        base.chmod(0o755)
-        place = Place(base / "work", state=base / "state")
-        for name in ("closed", "theirs"):
-            (place.path / name).mkdir()
-        place.state.mkdir()
-        for name in ("closed/mine", "theirs/root", "fixed", "fixed2"):
-            (place.path / name).write_text("old")
-        for name in (".", "closed/mine", "theirs", "b", "fixed", "fixed2"):
-            os.chown(place.path / name, USER, USER)
-        os.chown(place.state, USER, USER)
-        for name in ("fixed", "fixed2"):
-            (place.path / name).chmod(0o444)
-        place.before = snapshot(place.path)
-        script = re.sub(r"        open\(\"closed.*?os\._exit\(0\)\n", OTHERS, AS_USER, flags=re.S)
-        script = script.replace('    print(open("closed/mine").read(), flush=True)\n', "")
-        env = os.environ | {"DOCTOR_STATE": str(place.state)}
-        command = [sys.executable, "-c", script]
-        said = subprocess.check_output(command, cwd=place.path, env=env, text=True, timeout=150)
-        assert (place.path / "theirs/root").read_text() == "old"
-        theirs = os.fsencode(place.path / "theirs")
-        if (place.path / "theirs/root").stat().st_uid:  # it cannot be root's again: that is said
-            assert said.count("left:") == 1 and "left: theirs/root: could not be put back" in said
-            os.chown(place.path / "theirs/root", 0, 0)
-        # The time of that folder is the new file's.
-        now = {p: facts for p, facts in snapshot(place.path).items() if p.rstrip(b"/.") != theirs}
-        assert now == {p: facts for p, facts in place.before.items() if p.rstrip(b"/.") != theirs}
-    finally:
-        shutil.rmtree(base)
+    place = users_place
+    for name in ("closed", "theirs"):
+        (place.path / name).mkdir()
+    for name in ("closed/mine", "theirs/root", "fixed", "fixed2"):
+        (place.path / name).write_text("old")
+    for name in (".", "closed/mine", "theirs", "b", "fixed", "fixed2"):
+        os.chown(place.path / name, USER, USER)
+    for name in ("fixed", "fixed2"):
+        (place.path / name).chmod(0o444)
+    place.before = snapshot(place.path)
+    said = said_to_user(place, OTHERS)
+    assert (place.path / "theirs/root").read_text() == "old"
+    theirs = os.fsencode(place.path / "theirs")
+    if (place.path / "theirs/root").stat().st_uid:  # it cannot be root's again: that is said
+        assert said.count("left:") == 1 and "left: theirs/root: could not be put back" in said
+        os.chown(place.path / "theirs/root", 0, 0)
+    # The time of that folder is the new file's.
+    now = {p: facts for p, facts in snapshot(place.path).items() if p.rstrip(b"/.") != theirs}
+    assert now == {p: facts for p, facts in place.before.items() if p.rstrip(b"/.") != theirs}
 
 
 EMPTIED = {
