@@ -108,7 +108,8 @@ def be_a_process(words, env, folder, output, before=""):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)
+    # A line at once, also under PYTHONUNBUFFERED: those of two processes must not be mixed.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     os.environ.clear()
     os.environ |= env
     os.chdir(folder)
