@@ -8,7 +8,8 @@ import os
 import shutil
 import stat
 
-from .journal import DEV, HIDDEN, INO, MODE, seen
+from .journal import DEV, HIDDEN, INO, MODE
+from .paths import seen
 
 CLONE = 0x40049409  # ioctl FICLONE: a copy that shares its blocks, where the file system can
 AS_I_AM = {"effective_ids": True} if os.access in os.supports_effective_ids else {}

@@ -6,7 +6,8 @@ import os
 import shutil
 import time
 
-from .journal import Journal, locked, runs, seen
+from .journal import Journal, locked, runs
+from .paths import seen
 
 ALIVE = b"alive-"
 

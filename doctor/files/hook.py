@@ -13,8 +13,9 @@ import urllib.parse
 from . import listing, programs, pythons, writers
 from .disk import whole
 from .instead import put_instead
-from .journal import NOTHING_THERE, RUN, NotKept
+from .journal import RUN, NotKept
 from .keep import Keeper
+from .paths import NOTHING_THERE
 from .process import HERE, INTERRUPTS, Process, own_work, real, text
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -12,11 +12,13 @@ Names are bytes here and latin-1 in the journal: any name survives, in any local
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import stat
+
+from .opened import Opened
+from .paths import inside, parents
 
 RUN = "DOCTOR_FILES"  # the variable that tells a process of the run its doctor's alive-...
 HIDDEN = b".training-doctor-"  # a folder of kept files, where the state folder is no place
@@ -24,7 +26,8 @@ HIDDEN = b".training-doctor-"  # a folder of kept files, where the state folder 
 
 # What was at a path before the run touched it. A line's "do" is one of these, or one of the others:
 #   anew     the run has made a folder again that was there
-#   write    a process may have the file open for writing; state: closed, and looks so now
+#   write    a process may have the file open for writing, in this inode, or in one that was not
+#            there yet: null; state: closed, and looks so now
 #   open     an inode of the run's own has lost a name while it may be open
 #   meta     mode, owner or time before they were changed
 #   store    a folder of kept files; program, large, many, note: for the report
@@ -83,33 +86,6 @@ def state(info):
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
-NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-
-
-def seen(path):
-    """os.lstat, or None where nothing is."""
-    try:
-        return os.lstat(path)
-    except OSError as error:
-        if error.errno in NOTHING_THERE:
-            return None
-        raise
-
-
-def there(path):
-    """As seen(); None where a folder above it is a link by now: then it names another file."""
-    folder = os.path.dirname(path)
-    return seen(path) if os.path.realpath(folder) == folder else None
-
-
-def below(path, folder):
-    return path.startswith(folder.rstrip(b"/") + b"/")
-
-
-def inside(path, folder):
-    return path == folder or below(path, folder)
-
-
 class Journal:
     """What the journal of one run says: read as far as it is written, written by appending.
 
@@ -131,7 +107,7 @@ class Journal:
         self.changed_facts = set()  # (device, inode) of those
         self.states = set()  # of all files that the run has written and closed
         self.wrote = {}  # path: its states
-        self.writing = {}  # path: the processes that may have it open
+        self.opened = Opened()
         self.stores = []  # hidden folders of kept files
         self.programs = set()
         self.many = set()  # folders with more files than are kept for a program
@@ -180,9 +156,9 @@ class Journal:
         elif do == "open":
             self.inodes.add(tuple(entry["inode"]))
         elif do == "write":
-            self.writing.setdefault(path, set()).add(entry["by"])
+            self.opened.take(entry)
         elif do == "state":
-            self.writing.get(path, set()).discard(entry.get("by"))
+            self.opened.closes(path, entry.get("by"))
             if entry["state"]:
                 self.states.add(tuple(entry["state"]))
                 self.wrote.setdefault(path, set()).add(tuple(entry["state"]))
@@ -218,23 +194,15 @@ class Journal:
                 return None
         return None
 
-    def open_by_us(self, path):
-        """Whether a process of the run may be writing it, or a program in a folder above it."""
-        if self.writing.get(path):
-            return True
-        return any("program" in self.writing.get(folder, ()) for folder in parents(path))
-
     def ours(self, path, info):
-        return state(info) in self.states or self.open_by_us(path) or self.open_elsewhere(info)
+        if state(info) in self.states or self.opened.may_write(path, info):
+            return True
+        return self.open_elsewhere(info)
 
     def open_elsewhere(self, info):
         """Whether a process of the run may be writing it by another of its names."""
         inode = (info.st_dev, info.st_ino)
-        return inode in self.inodes or (info.st_nlink > 1 and inode in self.open_inodes())
-
-    def open_inodes(self):
-        names = (there(path) for path, by in self.writing.items() if by)
-        return {(info.st_dev, info.st_ino) for info in names if info}
+        return inode in self.inodes or (info.st_nlink > 1 and inode in self.opened.inodes())
 
     def beside(self, work):
         """Whether the run began in this folder, one in it, or one above it."""
@@ -266,15 +234,6 @@ class Journal:
     def end(self):
         """It has been put back: nothing is left to do."""
         self.append({"do": "done"}, sync=True)
-
-
-def parents(path):
-    while True:
-        up = os.path.dirname(path)
-        if up == path:
-            return
-        yield up
-        path = up
 
 
 BYTES = ("path", "kept")

@@ -14,8 +14,10 @@ import os
 import stat
 import time
 
+from . import opened
 from .disk import copy, on, same_facts, up, walk, writable
-from .journal import HIDDEN, INO, NotKept, below, facts, inside, parents, seen, state, there
+from .journal import HIDDEN, INO, NotKept, facts, state
+from .paths import below, inside, parents, seen, there
 from .whose import Others
 
 
@@ -38,25 +40,26 @@ class Keeper:
     def will_write(self, path, cuts, by):
         """cuts: it is emptied first, so that its bytes need not be copied. by: the process."""
         info = seen(path)
-        write = {"do": "write", "path": path, "by": by}
         if info and not stat.S_ISREG(info.st_mode):
             return
         if not info:
-            self.will_make(path, write)
+            self.will_make(path, opened.entry(path, by))
             return
         if not writable(path) and (by != "program" or not writable(up(path))):
             return  # it cannot be opened so; a program may put another in its place
         breaks = self.others.is_protected(info)
         if self.keep(path, info, writes=True):
             breaks = True
-        self.writes([path], by)
         if breaks:
-            self.break_off(path, info, cuts)
+            self.break_off(path, info, cuts, by)
+        else:
+            self.writes(path, by, info)
 
-    def writes(self, paths, by):
-        writing = self.journal.writing
-        new = [path for path in paths if by not in writing.get(path, ())]
-        self.journal.append(*({"do": "write", "path": path, "by": by} for path in new))
+    def writes(self, path, by, info=None):
+        """info: the file that will be written. None: also one that is put in its place."""
+        entry = opened.entry(path, by, info)
+        if not self.journal.opened.knows(entry):
+            self.journal.append(entry)
 
     def will_make(self, path, *more):
         """A name that is not there yet: a file, a folder, a link."""
@@ -83,7 +86,7 @@ class Keeper:
         """A link has no state of its own that could be noted."""
         if not seen(path):  # else it will fail
             self.will_make(path)
-            self.writes([path], "link")
+            self.writes(path, "link")
 
     def will_remove(self, path):
         info = seen(path)
@@ -134,7 +137,7 @@ class Keeper:
         elif info:
             own = self.own(path, info)
             if own:
-                self.writes([path], by)  # its state will be another
+                self.writes(path, by, info)  # its state will be another
             noted = (info.st_dev, info.st_ino) in self.journal.changed_facts
             if not noted and (not own or self.is_in_place(path, info)):
                 self.journal.append({"do": "meta", "path": path, "facts": facts(info)}, sync=True)
@@ -147,9 +150,11 @@ class Keeper:
         entries = []
         for path in paths:
             info = there(path)
-            written = path in self.journal.writing and self.journal.known(path)
+            written = path in self.journal.opened.ever and self.journal.known(path)
             if not written or (info and self.others.is_protected(info)):
                 continue  # no bytes of ours: its mode was changed, or it was moved here
+            if info and not self.journal.opened.had(path, info):
+                info = None  # somebody else has put another in its place
             now = [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns] if info else None
             entries.append({"do": "state", "path": path, "state": now, "by": by})
         self.journal.append(*entries)
@@ -198,9 +203,10 @@ class Keeper:
                 os.fsync(file.fileno())
         return kept
 
-    def break_off(self, path, info, cuts):
-        """Give the name a fresh inode: the old one stays as it is."""
+    def break_off(self, path, info, cuts, by):
+        """Give the name a fresh inode, which will be written: the old one stays as it is."""
         if self.is_in_place(path, info):
+            self.writes(path, by, info)
             return
         why = None
         for place in self.places_for(up(path), info.st_dev):
@@ -211,6 +217,7 @@ class Keeper:
                 else:
                     copy(path, fresh)
                 same_facts(path, fresh, info)
+                self.writes(path, by, os.lstat(fresh))
                 os.replace(fresh, path)
                 return
             except OSError as error:  # such as EXDEV: one disk, mounted at two places
@@ -221,6 +228,7 @@ class Keeper:
                     raise
         if self.is_another_name(path, info):
             raise why or NotKept(path)
+        self.writes(path, by, info)
         entry = {"do": "keep", "path": path, "facts": facts(info), "how": "copy", "again": True}
         self.journal.append(entry | {"kept": self.copied(path, info)}, sync=True)
 
@@ -248,15 +256,14 @@ class Keeper:
 
     def other_names(self, path, info):
         """Of a file of the run, perhaps still open, that loses this name: by others it is ours."""
-        if info.st_nlink > 1 and self.own(path, info) and self.journal.open_by_us(path):
+        if info.st_nlink > 1 and self.own(path, info) and self.journal.opened.may_write(path, info):
             yield {"do": "open", "inode": [info.st_dev, info.st_ino]}
 
     def moved(self, old, new, info):
         """What is known of the run's own file goes with it to its new name."""
-        journal = self.journal
-        if journal.open_by_us(old):
-            by_whom = journal.writing.get(old) or ("program",)
-            yield from ({"do": "write", "path": new, "by": by} for by in by_whom)
+        is_open = self.journal.opened
+        if is_open.may_write(old, info):
+            yield from (opened.entry(new, by, info) for by in is_open.by_whom(old))
             now = [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns]
             yield {"do": "state", "path": new, "state": now}
 

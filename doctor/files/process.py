@@ -13,8 +13,9 @@ import threading
 
 from . import record
 from .instead import put_instead
-from .journal import HIDDEN, Journal, NotKept, below, locked
+from .journal import HIDDEN, Journal, NotKept, locked
 from .keep import Keeper
+from .paths import below
 
 NO_FILES = (b"/dev/", b"/proc/", b"/sys/")
 FILES = b"/dev/shm/"

@@ -12,8 +12,10 @@ import stat
 
 from .disk import walk
 from .effects import effects, reads_only
-from .journal import NotKept, seen
+from .journal import NotKept
+from .keep import Keeper
 from .names import NEAR, named, near
+from .paths import seen
 from .pythons import hand_on, has_hook
 from .shells import commands
 from .syntax import UNKNOWN
@@ -52,8 +54,8 @@ def starts(process, words, cwd, env):
     if hasattr(env, "items"):
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
     process.do(will_run, process.skips, commands(words, cwd, variables))
-    if inherited:
-        process.do(lambda keeper: keeper.writes(inherited, "program"))
+    for path in inherited:
+        process.do(Keeper.writes, path, "program")
 
 
 def will_run(keeper, skips, found):
@@ -134,7 +136,7 @@ def keep(keeper, path, how, sure=False):
         if keeper.others.is_protected(info):
             keeper.journal.append({"do": "large", "path": path})
     if how != "goes" and how not in NEAR:  # what is there at the end is the run's
-        keeper.writes([path], "program")
+        keeper.writes(path, "program")
 
 
 def has_room(path, info):

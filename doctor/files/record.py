@@ -13,7 +13,7 @@ import time
 
 from . import threads
 from .doctors import lives
-from .journal import inside
+from .paths import inside
 
 TICK = 0.5
 OPENS = 1.0  # an open that was announced so long ago has happened

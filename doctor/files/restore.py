@@ -13,23 +13,8 @@ import stat
 from ..words import say
 from .disk import open_folder, put, up, walk
 from .doctors import all_doctors_of, doctors_of, sweep
-from .journal import (
-    ATIME,
-    DEV,
-    GID,
-    INO,
-    MODE,
-    MTIME,
-    SIZE,
-    UID,
-    below,
-    inside,
-    locked,
-    runs,
-    seen,
-    state,
-    there,
-)
+from .journal import ATIME, DEV, GID, INO, MODE, MTIME, SIZE, UID, locked, runs, state
+from .paths import below, inside, seen, there
 from .whose import Whose
 
 

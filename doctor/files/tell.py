@@ -5,7 +5,8 @@ import sys
 import tempfile
 
 from ..words import listed, say
-from .journal import MTIME, SIZE, below, parents, seen
+from .journal import MTIME, SIZE
+from .paths import below, parents, seen
 
 MANY = 12  # more names than this nobody reads
 

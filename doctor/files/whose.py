@@ -7,7 +7,8 @@ import os
 import stat
 
 from .disk import walk
-from .journal import Journal, state, there
+from .journal import Journal, state
+from .paths import there
 
 
 class Others:
@@ -55,7 +56,7 @@ class Others:
         entry = self.journal.first.get(path)
         if not entry or entry["do"] == "shared" or self.is_protected(info):
             return False
-        wrote = path in self.journal.wrote or path in self.journal.writing
+        wrote = path in self.journal.wrote or path in self.journal.opened.ever
         theirs = any(other.ours(path, info) for other in self.by_folder.values())
         return wrote and not theirs and not self.journal.ours(path, info)
 

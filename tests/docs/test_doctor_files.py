@@ -944,6 +944,30 @@ open("b", "w").write("newer")
         assert f"left: {name}: the doctor did not see the run write it" in said
 
 
+def test_somebody_else_puts_a_file_in_the_place_of_an_open_one(place):
+    """As an editor does: it is another inode than the one that the run writes."""
+    script = (
+        HEAD
+        + """
+files = [open("a", "w"), open("b", "r+"), open("log", "a")]
+print("ready", os.getpid(), flush=True); time.sleep(2)
+files[0].close(); time.sleep(2)  # another time than that of the others is noted
+for file in files[1:]:
+    file.write("new")
+"""
+    )
+    job, _ = started(place, script)
+    for name in "ab":
+        (place.path / "theirs").write_text("theirs")
+        os.replace(place.path / "theirs", place.path / name)
+    said, _ = job.communicate(timeout=150)
+    for name in "ab":
+        assert (place.path / name).read_text() == "theirs", (name, said)
+        older = said.split(f"left: {name}: ")[1].split("the older one: ")[1].split("\n")[0]
+        assert Path(older).read_text() == OLD + name
+    assert (place.path / "log").read_text() == OLD + "log", said
+
+
 @pytest.mark.parametrize("first", [0, full(1)])
 @pytest.mark.parametrize("how", ["ends", "both killed"])
 @pytest.mark.parametrize("where", ["in one folder", "in two"])
