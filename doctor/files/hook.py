@@ -49,9 +49,9 @@ def on_open(process, path, mode, flags):
         process.tell(path)
 
 
-def on_write(process, path, cuts):
+def on_write(process, path, cuts, replaces):
     """By a function that is wrapped."""
-    process.will_write(path, cuts)
+    process.will_write(path, cuts, replaces)
     process.tell(path)
 
 
@@ -121,7 +121,7 @@ def on_sqlite(process, database):
     if name in ("", ":memory:"):
         return
     for more in ("", "-journal", "-wal", "-shm"):  # beside the file to which a link leads
-        process.will_write(os.path.realpath(name) + more)
+        process.will_write(os.path.realpath(name) + more, replaces=True)
 
 
 HANDLERS = {

@@ -35,6 +35,12 @@ class Opened:
         inode = entry["inode"] and tuple(entry["inode"])
         return inode in self.now.get(entry["path"], {}).get(entry["by"], ())
 
+    def inherited(self, paths, by):
+        """What the journal notes of a process that may have them open as another has."""
+        for path in paths:
+            for inode in set().union(*self.now.get(path, {}).values()):
+                yield {"do": "write", "path": path, "by": by, "inode": inode}
+
     def by_whom(self, path):
         return [*self.now.get(path, ())] or [PROGRAM]
 

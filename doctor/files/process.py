@@ -102,7 +102,7 @@ class Process:
         INTERRUPTS.waiting.clear()
         GARBAGE.forked()
         if inherited:  # they may be open here too
-            self.do(Keeper.writes, inherited, os.getpid())
+            self.do(note_inherited, inherited)
 
     def do(self, work, *args):
         """Under the lock of all runs, with journals that are read to their end."""
@@ -124,13 +124,16 @@ class Process:
 
     # ---- what the handlers and the wrapped functions call
 
-    def will_write(self, path, cuts=False):
+    def will_write(self, path, cuts=False, replaces=False):
+        """replaces: it is C or Rust, which may put another file in its place."""
         path = real(path)
         if self.skips(path):
             return
         self.recorder.watch()
         self.recorder.writes(path)  # before: another thread may note just now what it has closed
         self.do(Keeper.will_write, path, cuts, os.getpid())
+        if replaces:
+            self.do(Keeper.writes, path, os.getpid())
         self.recorder.writes(path)
 
     def tell(self, path):
@@ -207,3 +210,8 @@ def text(path):
     if b"\0" in path:  # the call will say so
         raise FileNotFoundError(2, path)
     return path
+
+
+def note_inherited(keeper, paths):
+    journal = keeper.journal
+    journal.append(*journal.opened.inherited(paths, os.getpid()))

@@ -96,7 +96,7 @@ def wrap(process, module, where, number, keyword):
         file = kwargs.get(keyword, args[number] if len(args) > number else None)
         named = isinstance(file, (str, bytes, os.PathLike))
         if named:
-            announce(process, file)
+            announce(process, file, replaces=True)
         try:
             return real(*args, **kwargs)
         finally:
@@ -107,10 +107,10 @@ def wrap(process, module, where, number, keyword):
     setattr(owner, name, call)
 
 
-def announce(process, file, cuts=False):
+def announce(process, file, cuts=False, replaces=False):
     from .hook import guarded, on_write  # it imports us
 
-    guarded(process, on_write, file, cuts)
+    guarded(process, on_write, file, cuts, replaces)
 
 
 def wrap_archives(process, torch):
@@ -187,7 +187,7 @@ def wrap_tokenizers(process, base):
         prefix = kwargs.get("filename_prefix")
         name = f"{prefix}-tokenizer.json" if prefix else "tokenizer.json"
         file = os.path.join(save_directory, name)
-        announce(process, file)
+        announce(process, file, replaces=True)
         try:
             return real(self, save_directory, *args, **kwargs)
         finally:
