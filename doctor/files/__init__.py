@@ -1,6 +1,7 @@
 """When the doctor has ended, however it ended, each file that was there before is there, unchanged.
 
-journal.py   what is written down before a file is touched; disk.py: copies and walks
+journal.py   what is written down before a file is touched; opened.py: which files are open, in
+             which inodes; paths.py, disk.py: what is at a path, copies and walks
 doctors.py   begins a run, and knows which doctors live
 whose.py     whose a file is: the run's, another run's, somebody else's
 keep.py      how what was there is kept

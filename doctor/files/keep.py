@@ -45,7 +45,7 @@ class Keeper:
         if not info:
             self.will_make(path, opened.entry(path, by))
             return
-        if not writable(path) and (by != "program" or not writable(up(path))):
+        if not writable(path) and (by != opened.PROGRAM or not writable(up(path))):
             return  # it cannot be opened so; a program may put another in its place
         breaks = self.others.is_protected(info)
         if self.keep(path, info, writes=True):

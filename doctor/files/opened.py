@@ -22,18 +22,16 @@ class Opened:
         self.now = {}  # path: {process: its inodes; None is any}
         self.ever = {}  # path: the inodes in which it was ever opened
 
-    def take(self, entry):
-        path, inode = entry["path"], entry["inode"]
-        inode = tuple(inode) if inode else None
-        self.now.setdefault(path, {}).setdefault(entry["by"], set()).add(inode)
+    def take(self, noted):
+        path, inode = noted["path"], inode_of(noted)
+        self.now.setdefault(path, {}).setdefault(noted["by"], set()).add(inode)
         self.ever.setdefault(path, set()).add(inode)
 
     def closes(self, path, by):
         self.now.get(path, {}).pop(by, None)
 
-    def knows(self, entry):
-        inode = entry["inode"] and tuple(entry["inode"])
-        return inode in self.now.get(entry["path"], {}).get(entry["by"], ())
+    def knows(self, noted):
+        return inode_of(noted) in self.now.get(noted["path"], {}).get(noted["by"], ())
 
     def inherited(self, paths, by):
         """What the journal notes of a process that may have them open as another has."""
@@ -62,6 +60,11 @@ class Opened:
             info = there(path) if None in inodes else None
             found |= inodes | ({(info.st_dev, info.st_ino)} if info else set())
         return found - {None}
+
+
+def inode_of(noted):
+    inode = noted.get("inode")  # journals of older doctors have none
+    return tuple(inode) if inode else None
 
 
 def is_one(info, inodes):

@@ -15,6 +15,7 @@ from .effects import effects, reads_only
 from .journal import NotKept
 from .keep import Keeper
 from .names import NEAR, named, near
+from .opened import PROGRAM
 from .paths import seen
 from .pythons import hand_on, has_hook
 from .shells import commands
@@ -55,7 +56,7 @@ def starts(process, words, cwd, env):
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
     process.do(will_run, process.skips, commands(words, cwd, variables))
     for path in inherited:
-        process.do(Keeper.writes, path, "program")
+        process.do(Keeper.writes, path, PROGRAM)
 
 
 def will_run(keeper, skips, found):
@@ -126,17 +127,17 @@ def keep(keeper, path, how, sure=False):
     elif not writes or stat.S_ISLNK(info.st_mode):
         keeper.will_remove(path)
     elif info.st_size <= BYTES:
-        keeper.will_write(path, False, "program")
+        keeper.will_write(path, False, PROGRAM)
     elif how == "cuts" and sure:
-        keeper.will_write(path, True, "program")  # nobody reads it before it is cut
+        keeper.will_write(path, True, PROGRAM)  # nobody reads it before it is cut
     elif how in ("cuts", "alone") and has_room(path, info):
-        keeper.will_write(path, False, "program")
+        keeper.will_write(path, False, PROGRAM)
     else:
         keeper.will_remove(path)
         if keeper.others.is_protected(info):
             keeper.journal.append({"do": "large", "path": path})
     if how != "goes" and how not in NEAR:  # what is there at the end is the run's
-        keeper.writes(path, "program")
+        keeper.writes(path, PROGRAM)
 
 
 def has_room(path, info):
@@ -161,4 +162,4 @@ def keep_folder(keeper, path, how):
     for inner, info in sorted(few, key=lambda one: one[1].st_size)[:FILES]:
         if stat.S_ISREG(info.st_mode) and info.st_size <= left:
             left -= info.st_size
-            keeper.will_write(inner, False, "program")
+            keeper.will_write(inner, False, PROGRAM)

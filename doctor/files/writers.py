@@ -10,6 +10,8 @@ import os
 import sys
 import types
 
+from .opened import PROGRAM
+
 # module: (where the function is, the number of the argument with the file's name, its keyword)
 WRITERS = {
     "torch": [
@@ -174,7 +176,7 @@ def wrap_stores(process, distributed):
 
 def write_on(process, file):
     path = os.path.realpath(os.fsencode(file))
-    process.on(lambda keeper, path: keeper.will_write(path, False, "program"), path)
+    process.on(lambda keeper, path: keeper.will_write(path, False, PROGRAM), path)
 
 
 def wrap_tokenizers(process, base):
