@@ -212,6 +212,18 @@ def test_who_failed_before_a_validation_is_not_said_to_miss_it():
     assert found.line == "t.py:9"
 
 
+def test_of_a_run_that_hangs_a_part_may_not_have_been_validated_yet():
+    """Rank 1 waits in its training, while rank 0 has read its part of the items."""
+    facts = {"size": 4, "length": 2, "cut": False, "whole": True, "drops": False, "grad": False}
+    half = ("batch", facts | {"items": [["0:0", "1", "1"], ["0:2", "1", "1"]]})
+    reads = [("pass", facts), half, ("over", facts)]
+    trains = ("forward", {"trains": True})
+    hangs = Run([process(*reads, **facts), process(trains)])
+    assert validation.never_validated(hangs) is None
+    found = validation.never_validated(Run([process(*reads, "end", **facts), process("end")]))
+    assert found.text == "2 of 4 items are never validated"
+
+
 def test_bits_are_the_same_in_any_memory_format_and_for_no_other_tensor():
     images = torch.randn(4, 3, 5, 5)
     assert bits(images) == bits(images.to(memory_format=torch.channels_last))
