@@ -9,6 +9,7 @@ $ python compose.py distributed.py --with clip,ema > mine.py
 
 import argparse
 import difflib
+import itertools
 import json
 import re
 import shutil
@@ -35,6 +36,16 @@ TAKES |= {
     "dataparallel.py": "clip adamw mixup_cutmix archives bad_images wandb tensorboard".split(),
     "horovod_distributed.py": "adamw bad_images early_stopping wandb tensorboard".split(),
     "fsdp_distributed.py": "clip adamw archives early_stopping".split(),
+}
+# What a full script has without a recipe, for who knows it from a minimal one.
+BUILT_IN = {
+    "amp": "--precision",
+    "best": "model_best.pth",
+    "compile": "--compile",
+    "loss": "train_loss in metrics.jsonl",
+    "resume": "--resume auto",
+    "schedule": "--lr and --warmup-epochs",
+    "workers": "--workers",
 }
 # Scripts whose model or data is divided in a way of its own: minimal/NAME.py as it is. What each
 # process reads, sums up and saves depends on that, so no feature fits all.
@@ -190,28 +201,80 @@ def used_imports(lines):
 def with_recipes(name, recipes):
     """The text of a full script, such as distributed.py, with recipes.
 
-    ValueError for one that it does not take, and for the first that does not fit with others.
+    ValueError for one that it does not take, and for those that do not fit together.
     """
     if name not in TAKES:
         raise ValueError(f"{name} is none of {', '.join(TAKES)}")
     for recipe in recipes:
+        if recipe in BUILT_IN:
+            raise ValueError(f"{name} has {recipe} without a recipe: {BUILT_IN[recipe]}")
         if recipe not in TAKES[name]:
             raise ValueError(f"{name} takes no {recipe}, but {', '.join(TAKES[name])}")
     if recipes and not shutil.which("patch"):
         raise ValueError("needs the program patch, such as from: apt-get install patch")
-    applied = []
+    chosen = sorted({*recipes}, key=TAKES[name].index)
+    text = patched(name, chosen)
+    if text is None:
+        apart = [pair for pair in itertools.combinations(chosen, 2) if not patched(name, pair)]
+        named = ", ".join(" and ".join(pair) for pair in apart or [chosen])
+        raise ValueError(f"these change the same lines of {name}: {named}")
+    return text
+
+
+def patched(name, recipes):
+    """The text of a full script with these recipes, in their order; None if they do not fit."""
+    text = (ROOT / name).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, name)
-        path.write_text((ROOT / name).read_text())
-        for recipe in sorted(recipes, key=TAKES[name].index):
+        path, diff = Path(folder, name), Path(folder, "diff")
+        path.write_text(text, encoding="utf-8")
+        imports = []
+        for recipe in recipes:
+            head, *hunks = re.split("^(?=@@)", recipe_text(recipe), flags=re.M)
+            for hunk in hunks[:]:
+                changes = re.findall("^[+-].*", hunk, re.M)
+                if all(map(IMPORT.match, changes)):
+                    imports += changes
+                    hunks.remove(hunk)
+            diff.write_text("".join([head, *hunks]), encoding="utf-8")
             # accumulate has indented lines of clip: -l does not look at blanks.
-            loosely = ["-l"] * (recipe == "clip" and "accumulate" in applied)
-            command = ["patch", "-s", "-r-", *loosely, path, ROOT / f"recipes/{recipe}.diff"]
-            if subprocess.run(command, capture_output=True).returncode:
-                beside = f"{name} with {', '.join(applied)}"
-                raise ValueError(f"{recipe} does not fit {beside}: they change the same lines")
-            applied.append(recipe)
-        return path.read_text()
+            loosely = ["-l"] * (recipe == "clip" and "accumulate" in recipes)
+            command = ["patch", "-s", "-r-", *loosely, path, diff]
+            if hunks and subprocess.run(command, capture_output=True).returncode:
+                return None
+        return with_imports(path.read_text(encoding="utf-8"), imports)
+
+
+def recipe_text(name):
+    return (ROOT / f"recipes/{name}.diff").read_text(encoding="utf-8")
+
+
+# A line that imports for the whole file: of a script, or of a diff, with its sign.
+IMPORT = re.compile(r"([+-]?)((?:from \S+ )?import )(.*)")
+OURS = ("common", "longrun", "recipes")
+
+
+def with_imports(text, changes):
+    """A full script with the lines of imports that diffs add and remove: "+import csv".
+
+    Here and not by patch, for two recipes may change one line, or two that touch.
+    """
+    lines = text.splitlines()
+    first = next(n for n, line in enumerate(lines) if IMPORT.match(line))
+    rest = next(n for n in range(first, len(lines)) if not IMPORT.match(lines[n] or "import "))
+    imported = {}  # the line up to its names, "from math import ": its names, or "" for none
+    for line in [*filter(None, lines[first:rest]), *changes]:
+        sign, start, names = IMPORT.match(line).groups()
+        names, start = ({*names.split(", ")}, start) if "from" in start else ({""}, start + names)
+        others = imported.get(start, set()) - names
+        imported[start] = others if sign == "-" else others | names
+    groups = ([], [], [])  # as ruff sorts them: Python's own, other people's, ours
+    for start in sorted(imported, key=lambda start: (start.startswith("from"), start)):
+        top = re.split("[ .]", start)[1]
+        group = groups[0 if top in sys.stdlib_module_names else 1 + (top in OURS)]
+        classes_first = sorted(imported[start], key=lambda name: (name.islower(), name))
+        group += [start + ", ".join(classes_first)] * bool(classes_first)
+    block = "\n\n".join("\n".join(group) for group in groups)
+    return "\n".join([*lines[:first], block, "", *lines[rest:]]) + "\n"
 
 
 def main():

@@ -2,6 +2,7 @@
 the same, and what the scripts do is true. That minimal/ comes out of it is seen in test_docs.py.
 """
 
+import ast
 import itertools
 import random
 import re
@@ -104,6 +105,11 @@ def test_full_scripts_with_recipes(tmp_path):
     lines = command("distributed.py", "--with=clip,ema", "--diff=clip").splitlines()
     added = "".join(line for line in lines if line.startswith("+"))
     assert "clip_grad_norm_" in added and "deepcopy" not in added
+    # Two change one line of the imports, two others lines that touch.
+    text = command("distributed.py", "--with=archives,weighted,accumulate,predictions")
+    assert "import contextlib\nimport csv\nimport gc\n" in text
+    assert "TrainSampler, position_seed, seed_step" in text and "common.images" not in text
+    ast.parse(text)
     assert command("horovod_distributed.py", "--list").split() == [
         "adamw",
         "bad_images",
@@ -125,7 +131,11 @@ def test_full_scripts_with_recipes(tmp_path):
         ("torchrun --with amp --diff f1", "--diff f1 needs f1 in --with"),
         ("tensor_parallel --with amp", "tensor_parallel takes no --with amp: what each"),
         ("pipeline --data own", "pipeline takes no --data own: what each process"),
-        ("distributed.py --with f1,ema", "f1 does not fit distributed.py with ema: they change"),
+        (
+            "distributed.py --with clip,f1,ema,predictions",
+            "these change the same lines of distributed.py: ema and f1, f1 and predictions\n",
+        ),
+        ("distributed.py --with clip,amp", "distributed.py has amp without a recipe: --precision"),
         ("fsdp_distributed.py --with f1", "fsdp_distributed.py takes no f1, but clip, adamw"),
         ("train.py --with f1", "train.py is none of distributed.py, "),
         ("distributed.py --data own", "a full script has a flag --data of its own"),
