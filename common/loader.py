@@ -92,21 +92,19 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
     """A DataLoader whose workers are forked here, and live as long as it does.
 
     What is changed in the data set later does not reach them. sampler: yields the keys of
-    `dataset` that this process reads; where it is a TrainSampler, give the `seed` from which the
-    random numbers of each item follow (see Seeded). local_batch_size: the images of this process in
-    a step. workers: how many processes read; with 0 this one does. collate_fn: makes a batch of a
-    list of items, such as sequences of unlike length; default: collate(), which it may call too.
-    Raises OSError where so many workers cannot be started.
+    `dataset` that this process reads; None: all, in their order. Where it is a TrainSampler, give
+    the `seed` from which the random numbers of each item follow (see Seeded). local_batch_size: the
+    images of this process in a step. workers: processes that read; with 0 this one does.
+    collate_fn: makes a batch of a list of items, such as sequences of unlike length; default:
+    collate(), which it may call too. Raises OSError where so many workers cannot be started.
     """
     keep_memory()  # each image is a new block of half a megabyte
-    if seed is not None:
-        dataset = Seeded(dataset, seed)
     loader = DataLoader(
-        dataset,
+        dataset if seed is None else Seeded(dataset, seed),
         batch_size=local_batch_size,
         sampler=sampler,
         num_workers=workers,
-        pin_memory=device.type == "cuda",
+        pin_memory=torch.device(device).type == "cuda",
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker,
         collate_fn=SharedBatches(workers, collate_fn) if workers else collate_fn or collate,
@@ -117,6 +115,7 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
         # Each takes four of our open files: 1024 are common, and more for whoever asks.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        sampler = loader.batch_sampler.sampler
         loader.batch_sampler.sampler = ()  # nothing to read yet: the epoch is not known
         try:
             iterator = iter(loader)

@@ -21,10 +21,10 @@ class Prefetcher:
     """
 
     def __init__(self, loader, device):
-        self.loader, self.device = loader, device
+        self.loader, self.device = loader, torch.device(device)
         self.waits = []  # for each batch: when the device had nothing to do, and when it came
         # One stream for all epochs: the allocator reuses memory only within a stream.
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if self.device.type == "cuda" else None
         # Of a byte x: x / (255 * std) - mean / std.
         self.scale = torch.tensor([1 / (255 * std) for std in STD], device=device)
         self.shift = torch.tensor([-m / s for m, s in zip(MEAN, STD, strict=True)], device=device)

@@ -156,16 +156,16 @@ def example(index):
     }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_items_of_any_kind_reach_the_device(workers):
+@pytest.mark.parametrize("workers, sampler, device", [(0, range(40), CPU), (2, None, "cpu")])
+def test_items_of_any_kind_reach_the_device(workers, sampler, device):
     """Images are normalised, and all else is what the data set gave, in the same containers.
 
     On GPUs: tests/gpu.
     """
-    loader = start_loader(Items(example), range(40), 8, workers, CPU)
+    loader = start_loader(Items(example), sampler, 8, workers, device)
     mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
     std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-    for number, batch in enumerate(Prefetcher(loader, CPU)):
+    for number, batch in enumerate(Prefetcher(loader, device)):
         numbers = torch.arange(number * 8, number * 8 + 8)
         items = [example(int(i)) for i in numbers]
         assert list(batch) == list(items[0])
