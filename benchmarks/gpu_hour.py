@@ -38,7 +38,7 @@ NAMES = "facts prefetcher steps waiting tests fp16 compile batches strategies lo
 def parse_args():
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_hour",
-        description=__doc__.splitlines()[0],
+        description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

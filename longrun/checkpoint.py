@@ -120,10 +120,8 @@ class Checkpoints:
         self.net, self.optimizer, self.scaler = net, optimizer, scaler
         self.meters, self.more = meters, more
         self.constants = {name for name, x in net.named_buffers() if x.isnan().any()}  # a mask?
-        # Tried now: at the resume it would be too late to learn that it cannot be loaded.
-        file = io.BytesIO()
-        torch.save([part.state_dict() for part in more.values()], file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        # At the resume it would be too late to learn that it cannot be loaded.
+        save_and_load([part.state_dict() for part in more.values()])
 
     def restore(self):
         """Fill what is attached from the checkpoint, if there is one.
@@ -314,6 +312,14 @@ def check_whole(file):
                 raise zipfile.BadZipFile("a checksum does not match")
     except Exception as error:  # each kind of damage raises another one
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
+
+
+def save_and_load(states):
+    """Raises what torch raises for one that it saves and does not load."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
 
 
 def fingerprint(dataset):

@@ -15,9 +15,10 @@ def build_model(args, num_classes, device, example=None):
 
     args.arch is a classification model of torchvision, or package.module:callable, which is called
     with num_classes=. example: a batch of one or two of what the model takes, on any device, with
-    which the model is tried: two, if the batches of training have more than one. Raises ValueError
-    for a model that cannot be found or built, and for one that does not make a row of class scores,
-    [n, num_classes], of each item of the example.
+    which the model is tried: two, if the batches of training have more than one. Its buffers get
+    memory of their own, as saving and DDP need. Raises ValueError for a model that cannot be found
+    or built, and for one that does not make a row of class scores, [n, num_classes], of each item
+    of the example.
     """
     arch, own = args.arch, ":" in args.arch
     names = models.list_models(module=models)

@@ -18,13 +18,21 @@ GROUP_OF_ONE = {  # for plain python: what torchrun would set for a single proce
 
 
 def complete_environment():
-    """Set the variables of a group of one process if none of them is set.
+    """Set the variables of a group of one process if none of them is set; check those that are.
 
     Below torchrun, let this process end with it. Raises ValueError when only some are set, when
     torchrun has ended, when mpirun or srun has started several processes, each of which would train
     alone, and when a rank is not a number below the number of processes: the others would wait for
     it in vain.
     """
+    set_group_of_one()
+    check_ranks()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_torchrun()
+    warn_of_restarts()
+
+
+def set_group_of_one():
     missing = [name for name in GROUP_OF_ONE if name not in os.environ]
     if len(missing) == len(GROUP_OF_ONE):
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
@@ -34,16 +42,25 @@ def complete_environment():
         os.environ.update(GROUP_OF_ONE)
     elif missing:
         raise ValueError(f"{' '.join(missing)} not set though others are: start with torchrun")
+
+
+def check_ranks():
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         number, count = os.environ[rank], os.environ[size]
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
             values = f"{rank}={number} and {size}={count}"
             raise ValueError(f"{values}: ranks count from 0, so {rank} must be below {size}")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # torchrun killed by SIGKILL would leave its workers training
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not store_answers():
-            raise ValueError("torchrun has ended: start it again")  # killed during our imports
-    # torchrun's store keeps the addresses of processes that a restart has ended.
+
+
+def end_with_torchrun():
+    """One that is killed by SIGKILL would leave this process training."""
+    end_with_parent()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not store_answers():
+        raise ValueError("torchrun has ended: start it again")  # killed during our imports
+
+
+def warn_of_restarts():
+    """torchrun's store keeps the addresses of processes that a restart has ended."""
     shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and shared and os.environ["RANK"] == "0":

@@ -33,7 +33,7 @@ TESTS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     about = "of torch, or of Python and torch: 3.13/2.14.1; torchvision's follows from torch's"
     parser.add_argument("versions", nargs="+", help=about)
     parser.add_argument(
