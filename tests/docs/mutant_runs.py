@@ -85,8 +85,9 @@ def write(*_):
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     seen["weights"] = [total(weight) for group in groups for weight in group["params"]]
     if seen["rank"] is not None:
-        with open(f"probe.{os.getpid()}", "w") as file:
+        with open(f".probe.{os.getpid()}", "w") as file:  # it may be killed just now
             json.dump(seen, file)
+        os.replace(f".probe.{os.getpid()}", f"probe.{os.getpid()}")
 
 def at_the_end(*_):
     multiprocessing.util.Finalize(None, write, exitpriority=100)
