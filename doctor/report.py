@@ -36,7 +36,20 @@ def failed(runs):
                 said.append(
                     (order, say("{line}  rank {rank} {how}", line=line, rank=rank, how=how))
                 )
-    return [text for _, text in sorted(said, key=lambda one: one[0])]
+    said = [text for _, text in sorted(said, key=lambda one: one[0])]
+    return said or [*failed_outside(runs)]
+
+
+def failed_outside(runs):
+    """Each process that failed before it joined a group, in words."""
+    for end in (process.end for run in runs for process in run.outside):
+        # mp.spawn's parent fails for a process that has failed.
+        if end["error"] and not re.match("Process(Raised|Exited)Exception", end["error"]):
+            yield say(
+                "{line}  a process that joined no group failed: {error}",
+                line=end["line"],
+                error=end["error"].splitlines()[0][:99],
+            )
 
 
 def how_it_died(number):

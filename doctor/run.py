@@ -37,6 +37,7 @@ class Run(list):
 
     code = 0  # the launcher's exit code
     stopped = ""  # why the doctor has ended the run, in words
+    outside = ()  # of the first one: the processes that have joined no group
 
     def __init__(self, processes=()):
         super().__init__(processes)
@@ -104,19 +105,21 @@ def read(folder, died):
     A script may call mp.spawn more than once: the second process that is rank 0 is of a new group.
     died: {process id: ...}, see Process.
     """
-    groups, others = [], []
+    groups, processes = [], []
     for path in sorted(Path(folder).glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         lines = path.read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
         process = Process(events, died.get(int(path.stem)), recorded(f"{path}.calls"))
-        others.append(process)
+        processes.append(process)
         for rank in {event["rank"] for event in process.of("group")}:
             ranks = next((ranks for ranks in groups if rank not in ranks), None)
             if ranks is None:
                 groups.append(ranks := {})
             ranks[rank] = process
     runs = [Run(ranks[rank] for rank in sorted(ranks)) for ranks in groups]
-    return runs or [Run(others)]
+    if runs:
+        runs[0].outside = [process for process in processes if not process.of("group")]
+    return runs or [Run(processes)]
 
 
 def recorded(path):

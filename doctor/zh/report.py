@@ -3,6 +3,9 @@
 SENTENCES = {
     # ---- report.py
     "{line}  rank {rank} failed: {error}": "{line}  rank {rank} 出错：{error}",
+    "{line}  a process that joined no group failed: {error}": (
+        "{line}  一个没有加入任何进程组的进程出错：{error}"
+    ),
     "{line}  rank {rank} {how}": "{line}  rank {rank} {how}",
     "ended without an exception, after this line": "在这一行之后结束，没有抛出异常",
     "was ended by {name} after this line": "在这一行之后被 {name} 结束",

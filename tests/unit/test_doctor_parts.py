@@ -224,6 +224,17 @@ def test_of_a_run_that_hangs_a_part_may_not_have_been_validated_yet():
     assert found.text == "2 of 4 items are never validated"
 
 
+def test_who_failed_before_it_joined_a_group_is_told_where_no_rank_failed():
+    """As where mp.spawn starts two processes, each of which is told that it is the only one."""
+    raised = "RuntimeError: rank < size. 1 vs 1"
+    run = Run([process("group", ("end", {"error": None}))])
+    parent = process(("end", {"error": "ProcessRaisedException: \n\n-- Process 1"}))
+    run.outside = [process(("end", {"error": raised, "line": "t.py:9"})), parent]
+    assert report.failed([run]) == [f"t.py:9  a process that joined no group failed: {raised}"]
+    run[0].events[-1]["error"] = "ValueError: its own"
+    assert report.failed([run]) == ["t.py:1  rank 0 failed: ValueError: its own"]
+
+
 def test_bits_are_the_same_in_any_memory_format_and_for_no_other_tensor():
     images = torch.randn(4, 3, 5, 5)
     assert bits(images) == bits(images.to(memory_format=torch.channels_last))
