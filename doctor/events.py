@@ -20,7 +20,7 @@ FIELDS = {
     "joins": "rank number",
     "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK
     "shards": "weights",  # fully_shard() is about to divide these: sums by name
-    "part": "",  # a group of some of the processes was made, or a mesh of two axes
+    "part": "",  # a group of some of the processes is used, or a mesh of two axes was made
     # These ranks compute one model together: of: "layer", parts of each, or "pipeline", its stages
     "together": "of ranks",
     "join": "",  # torch's Join(): parts of unlike length are meant

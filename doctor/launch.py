@@ -65,6 +65,7 @@ def examine(args, files, processes, nodes=1, quiet=False):
     runs = read(folder, deaths.alone)
     for run in runs:
         run.code, run.stopped = job.wait(), stopped
+        run.aborted |= signal.SIGABRT in deaths.late
     return runs
 
 
@@ -104,6 +105,7 @@ class Deaths:
         self.folder, self.files, self.poll = folder, {}, select.poll()
         self.pids = set()  # those that are gone, or were ended by the doctor
         self.alone = {}  # pid: {"signal": ..., "order": ...}, of those without an end of their own
+        self.late = set()  # signals that ended those whose script had ended
 
     def wait(self, seconds):
         """Until one dies, or so long."""
@@ -136,8 +138,10 @@ class Deaths:
         return path.exists() and path.stat().st_size > 0
 
     def died(self, pid):
-        ended = last_event(Path(self.folder, f"{pid}.jsonl"))["kind"] in ("end", "spawns")
-        if pid not in self.pids and not ended:
+        last = last_event(Path(self.folder, f"{pid}.jsonl"))["kind"]
+        if last == "end":
+            self.late.add(signal_of(pid))
+        elif pid not in self.pids and last != "spawns":
             number = signal.SIGTERM if self.was_terminated(pid) else signal_of(pid)
             self.alone[pid] = {"signal": number, "order": len(self.pids)}
         self.pids.add(pid)

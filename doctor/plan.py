@@ -50,7 +50,7 @@ def check_up(args, files):
     seconds = time.monotonic() - began
     more = OtherRuns(args, files, runs, seconds, of_files)
     found = findings(runs, more.findings())
-    return report.tell(runs, found, seconds, [*more.said, *more.of_files], args)
+    return report.tell(runs, found, seconds, [*more.said, *more.of_files], args, more.ill)
 
 
 def went_on(runs):
@@ -89,6 +89,7 @@ class OtherRuns:
         self.args, self.files, self.run, self.seconds = args, files, runs[0], seconds
         self.until = time.monotonic() + (0 if args.quick else args.budget)
         self.said = []  # a line about each
+        self.ill = False  # whether it could not go on with its own files
         self.of_files = [*of_files]  # what became of the files
 
     def findings(self):
@@ -103,7 +104,7 @@ class OtherRuns:
         compared = bool(run) and run.noted("group")
         well = compared and all(process.end["error"] == "" for process in run)
         if compared and (args.twice or (well and self.may_resume() and self.time_for(AGAIN))):
-            found.append(self.started_again())
+            found += self.started_again()
         self.put_back(args.keep)
         by_torchrun = compared and Launcher(args, args.n).is_torchrun
         if args.against_one and not by_torchrun:
@@ -147,14 +148,21 @@ class OtherRuns:
         return any(event["gpus"] for process in self.run for event in process.of("began"))
 
     def started_again(self):
-        """With the files that the first run has left."""
-        again = examine(self.args, self.files, self.args.n, self.args.nodes, quiet=True)[0]
-        loads = again and again[0].of("load")
-        text = say("started again: torch.load() was not called: it began anew")
-        if loads:
-            text = say("started again: it loaded a file")
-        self.said.append(text)
-        return comparing.epoch_repeated(self.run, again) if again else None
+        """With the files that the first run has left: what it does then is judged, too."""
+        runs = examine(self.args, self.files, self.args.n, self.args.nodes, quiet=True)
+        if not any(process.of("load") for process in runs[0]):
+            self.said.append(say("started again: torch.load() was not called: it began anew"))
+            return []
+        why = report.failed(runs)
+        self.ill = bool(why or runs[0].stopped)
+        if why:
+            self.said.append(say("started again: it loaded a file; {why}", why=why[0]))
+        elif runs[0].stopped:
+            text = say("started again: it loaded a file; {why}", why=runs[0].stopped)
+            self.said.append(text)
+        else:
+            self.said.append(say("started again: it loaded a file"))
+        return [comparing.epoch_repeated(self.run, runs[0]), *findings(runs)]
 
     def alone(self):
         alone = self.anew(1)[0]

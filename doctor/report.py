@@ -42,7 +42,8 @@ def failed(runs):
 
 def failed_outside(runs):
     """Each process that failed before it joined a group, in words."""
-    for end in (process.end for run in runs for process in run.outside):
+    for process in (process for run in runs for process in run.outside):
+        end, died = process.end, process.died
         # mp.spawn's parent fails for a process that has failed.
         if end["error"] and not re.match("Process(Raised|Exited)Exception", end["error"]):
             yield say(
@@ -50,6 +51,10 @@ def failed_outside(runs):
                 line=end["line"],
                 error=end["error"].splitlines()[0][:99],
             )
+        elif died and (died["order"] == 0 or died["signal"] not in ENDED):
+            line = process.events[-1]["line"] if process.events else "?"
+            how = how_it_died(died["signal"])
+            yield say("{line}  a process that joined no group {how}", line=line, how=how)
 
 
 def how_it_died(number):
@@ -67,8 +72,12 @@ def how_it_died(number):
     return text
 
 
-def not_seen(run):
-    """Why a run shows nothing of a training, or of a validation alone: lines, or none."""
+def not_seen(runs, failed):
+    """Why a run shows nothing of a training, or of a validation alone: lines, or none.
+
+    failed: it may have had steps to make.
+    """
+    run = runs[0]
     if not run:
         return [say("no process of the script began to run: there is nothing to compare")]
     if not run.noted("group"):
@@ -84,6 +93,8 @@ def not_seen(run):
                 for event in asks[:1]
             ),
         ]
+    if len(runs) > 1 and all(len(one) == 1 for one in runs):
+        return [say("each process joins a group of its own: there is nothing to compare")]
     if run.noted("step"):
         return []
     for event in run[0].of("pass"):
@@ -97,7 +108,7 @@ def not_seen(run):
     if any(one["validated"] for one in run[0].passes):
         return []
     loads = run[0].of("load")
-    if loads:
+    if loads and not failed:
         return [
             say(
                 "no step of an optimizer was seen: does the checkpoint of {line} leave "
@@ -147,17 +158,18 @@ def recorded(run):
         return [say("torch's flight recorder could not be read: {error}", error=said)]
 
 
-def tell(runs, found, seconds, said, args):
+def tell(runs, found, seconds, said, args, ill_later=False):
     """Print the report, and write it in the formats of args; returns the exit code.
 
     It is 1 for a mistake, 3 for a script that failed, 2 where there was nothing to look at.
-    said: lines about other runs, and about files.
+    said: lines about other runs, and about files. ill_later: the script failed when it was started
+    again.
     """
     run = runs[0]
-    why, unseen = failed(runs), [] if run.stopped else not_seen(run)
-    # gloo may abort while Python ends: that is not the script's.
+    why = failed(runs)
+    unseen = [] if run.stopped else not_seen(runs, bool(why) or bool(run.code))
     well = bool(run) and all(process.end["error"] == "" for one in runs for process in one)
-    ill = bool(run.code) and not well
+    ill = bool(run.code) and not (well and run.aborted)
     print()
     for line in [*how_it_ended(run, why, ill), *unseen, *of_findings(found)]:
         show(line)
@@ -167,7 +179,7 @@ def tell(runs, found, seconds, said, args):
     for line in filter(None, [*looked_at(run, seconds), *recorded(run), *said]):
         show(line)
     mistake = any(one.certain for one in found)
-    code = 1 if mistake else 3 if why or run.stopped or ill else 2 if unseen else 0
+    code = 1 if mistake else 3 if why or run.stopped or ill or ill_later else 2 if unseen else 0
     write_forms(args, found, why, run.stopped, code)
     return code
 

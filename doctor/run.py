@@ -38,6 +38,7 @@ class Run(list):
     code = 0  # the launcher's exit code
     stopped = ""  # why the doctor has ended the run, in words
     outside = ()  # of the first one: the processes that have joined no group
+    aborted = False  # one of them after its script had ended, as gloo does at times
 
     def __init__(self, processes=()):
         super().__init__(processes)
@@ -65,17 +66,17 @@ class Run(list):
         """The row of the step after which a weight of a wrapped model differs, with its name.
 
         Weights are noted before each step: it is the step before the first row in which they
-        differ, or that row if it is the first. None if they are the same again at the end: they may
-        part for some steps on purpose.
+        differ, or that row if it is the first. None if they are the same again when they are seen
+        last: they may part for some steps on purpose.
         """
         last = {}  # model: the last row with a step of it
         steps = [row for row in self.rows("step") if row[0]["weights"]]
-        if not steps or not differ(steps[-1], "weights"):
-            return None
+        seen_last = {name: row for row in steps for name in row[0]["weights"]}
+        apart = {name for name, row in seen_last.items() if has_parted(row, name)}
         for row in steps:
-            for name, value in row[0]["weights"].items():
+            for name in row[0]["weights"]:
                 model, _, name_there = name.partition(".")
-                if any(event["weights"].get(name, value) != value for event in row):
+                if name in apart and has_parted(row, name):
                     cause = last.get(model, row)
                     orders = [event["order"].get(model, []) for event in cause]
                     found = zip(cause, orders, strict=True)
@@ -83,6 +84,11 @@ class Run(list):
             if all(event["order"].keys() == row[0]["order"].keys() for event in row):
                 last |= dict.fromkeys(row[0]["order"], row)
         return None
+
+
+def has_parted(row, name):
+    """Whether a weight differs between those that have it."""
+    return len({event["weights"][name] for event in row if name in event["weights"]}) > 1
 
 
 def differ(row, fact):
@@ -119,6 +125,8 @@ def read(folder, died):
     runs = [Run(ranks[rank] for rank in sorted(ranks)) for ranks in groups]
     if runs:
         runs[0].outside = [process for process in processes if not process.of("group")]
+        # mp.spawn's parent has seen it.
+        runs[0].aborted = any("SIGABRT" in str(one.end["error"]) for one in runs[0].outside)
     return runs or [Run(processes)]
 
 

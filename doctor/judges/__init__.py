@@ -75,11 +75,11 @@ ABOUT = {
     "clip": of_the_first("clip"),
     "schedule": of_the_first("schedule"),
     "save": of_the_first("save"),
-    "unwaited": of_the_first("unwaited"),
+    "unwaited": lambda run: [[event] for process in run for event in process.of("unwaited")],
 }
-# Where some processes make a group of their own, or compute a model together, some may differ on
-# purpose.
-OF_ALL = {"run", "gradient", "clip", "schedule", "save", "unwaited"}
+# Where some processes use a group of their own, or compute a model together, some may differ on
+# purpose; but none of a model that DDP has wrapped in all of them.
+OF_ALL = {"run", "apart", "gradient", "clip", "schedule", "save", "unwaited"}
 
 
 def findings(runs, others=()):

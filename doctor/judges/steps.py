@@ -79,9 +79,9 @@ def own_decision(row, run):
     general="rates",
 )
 def rates_differ(run):
-    """Certain for weights that DDP keeps equal: it averages gradients, and no rate."""
+    """Certain for weights of DDP, and parts of FSDP: they average gradients, and no rate."""
     for row in run.rows("step"):
-        if differ(row, "lr") and row[0]["weights"]:
+        if differ(row, "lr") and (row[0]["weights"] or row[0]["parts"]):
             text = say("the learning rates differ: {rates}", rates=each(row, "lr"))
             return Finding(scheduled(run) or row[0]["line"], text)
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from ..events import HERE, MESSAGES, RECORD, is_users, note, total, users_line
 from . import wrap
+from .groups import is_part
 from .optimizers import is_gradient
 from .sets import loop_over_a_set
 
@@ -40,6 +41,7 @@ def wrap_collective(torch, name):
     def before(*args, **kwargs):
         tensor = next((x for x in [*args, *kwargs.values()] if torch.is_tensor(x)), None)
         group = kwargs.get("group") or next((x for x in args if is_group(x)), None)
+        is_part(dist, group)
         note(
             "collective",
             name=name,

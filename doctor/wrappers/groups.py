@@ -1,4 +1,4 @@
-"""Process groups: when a process joins one, and whether some processes make one of their own."""
+"""Process groups: when a process joins one, and whether some processes use one of their own."""
 
 import os
 
@@ -18,15 +18,19 @@ def install(torch):
         rank, size = dist.get_rank(), dist.get_world_size()
         note("group", rank=rank, local=os.environ.get("LOCAL_RANK"), world_size=size)
 
-    def new_group(_, ranks=None, *args, **kwargs):
-        if ranks is not None and len(ranks) < dist.get_world_size():
-            note("part")
-
     def mesh(_, self, *args, **kwargs):
         if self.ndim > 1:
             note("part")
 
     wrap(dist, "init_process_group", joins, joined, waits="init_process_group")
-    wrap(dist, "new_group", after=new_group, waits="new_group")
+    wrap(dist, "new_group", waits="new_group")
     wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh, waits="the constructor of DeviceMesh")
     wrap(dist.algorithms.join.Join, "__enter__", before=lambda self: note("join"))
+
+
+def is_part(dist, group):
+    """Whether a collective, or DDP, is given a group of some of the processes alone; noted."""
+    part = group is not None and 0 < dist.get_world_size(group) < dist.get_world_size()
+    if part:
+        note("part")
+    return part

@@ -10,6 +10,7 @@ import os
 
 from ..events import RECORD, bits_of_each, note, note_in_worker, total, users_line
 from . import wrap
+from .models import validated
 from .optimizers import random_states
 
 numbers = itertools.count()  # of passes over a loader
@@ -85,6 +86,7 @@ def begin(iterator, self):
     sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
     size = length(self.dataset)
     iterator.doctors_pass = next(numbers)
+    validated.clear()  # a model may have been loaded or averaged since the pass before
     note(
         "pass",
         number=iterator.doctors_pass,

@@ -7,13 +7,14 @@ import weakref
 
 from ..events import FORWARD, bits, is_plain, note
 from . import wrap
+from .groups import is_part
 
 MODELS = []  # those that DDP has wrapped
 NAMES = {}  # id of a parameter: (number of its model, its name)
 ORDERS = collections.defaultdict(list)  # model: what was done since its last step, (letter, line)
 
 inside = []  # models whose wrapped forward pass has begun, and not yet the plain one
-validated = set()  # plain models that were validated since the last step, see optimizers.step()
+validated = set()  # plain models that were validated since the last step, and in this pass
 running, kinds = set(), set()  # plain models whose forward pass runs; classes that are wrapped
 watched = weakref.WeakSet()  # plain models: of DDP, and those that train() or eval() was called on
 changing = []  # the model whose train() runs: it calls that of its parts
@@ -36,6 +37,8 @@ def install(torch):
         number = len(MODELS)
         MODELS.append(self)
         weights = self.module.named_parameters()
+        if is_part(torch.distributed, self.process_group):
+            weights = ()  # those of others may differ
         alike = {id(w): (number, n) for n, w in weights if n not in self.parameters_to_ignore}
         NAMES.update(alike)
         note("wrap", frozen=frozen())

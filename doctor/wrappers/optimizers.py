@@ -122,7 +122,8 @@ def random_states(torch):
     """{library: a short name of the state of its random numbers}"""
     states = {"torch": torch.get_rng_state().numpy().tobytes()}
     if "random" in sys.modules:
-        states["random"] = str(hash(sys.modules["random"].getstate())).encode()
+        _, numbers, other = sys.modules["random"].getstate()  # other: None or a float
+        states["random"] = f"{hash(numbers)} {other}".encode()  # None's hash is each process's own
     if "numpy" in sys.modules:
         state = sys.modules["numpy"].random.get_state(legacy=False)["state"]
         states["numpy"] = state["key"].tobytes() + str(state["pos"]).encode()

@@ -6,6 +6,10 @@ SENTENCES = {
     "{line}  a process that joined no group failed: {error}": (
         "{line}  一个没有加入任何进程组的进程出错：{error}"
     ),
+    "{line}  a process that joined no group {how}": "{line}  一个没有加入任何进程组的进程{how}",
+    "each process joins a group of its own: there is nothing to compare": (
+        "每个进程各自加入了一个只有自己的进程组：没有可比较的内容"
+    ),
     "{line}  rank {rank} {how}": "{line}  rank {rank} {how}",
     "ended without an exception, after this line": "在这一行之后结束，没有抛出异常",
     "was ended by {name} after this line": "在这一行之后被 {name} 结束",
@@ -81,6 +85,7 @@ SENTENCES = {
         "第一次运行用了 {seconds:.0f} 秒，所以没有试：{what}（--budget）"
     ),
     "started again: it loaded a file": "再启动一次：加载了文件",
+    "started again: it loaded a file; {why}": "再启动一次：加载了文件；{why}",
     "started again: torch.load() was not called: it began anew": (
         "再启动一次：没有调用 torch.load()，从头开始了"
     ),

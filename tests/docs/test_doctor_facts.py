@@ -64,6 +64,13 @@ FORWARD = "        loss = torch"
 REDUCE = "    dist.all_reduce(correct)"
 DROPS = "loader = DataLoader(data, 8, sampler=sampler, drop_last=True)"
 DROPOUT = ("torch.nn.ReLU()", "torch.nn.Dropout()")
+DONE = """net.eval()
+correct = torch.zeros(1)
+with torch.no_grad():
+    for images, target in val_loader:
+        correct += (net(images).argmax(1) == target).sum()
+dist.all_reduce(correct)
+"""
 SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
 
 
@@ -256,6 +263,62 @@ SEEN = {
         True,
         "0.weight of the model that is validated differs",
         "ema(images)",
+    ),
+    # After the last step no other can tell.
+    "other weights are tested": (
+        [("del model\n", "if rank == 0:\n    net[0].weight.data *= 0.5\n" + DONE + "del model\n")],
+        True,
+        "0.weight of the model that is validated differs",
+        "net(images).argmax(1) == target",
+    ),
+    # DDP's other model makes the last step.
+    "one of two models": (
+        [
+            (WRAP, WRAP + "\nother, = [DistributedDataParallel(copy.deepcopy(net))]"),
+            ("lr=0.1)", "lr=0.1)\nof_other = []"),
+            (
+                "        optimizer.step()",
+                "        optimizer.step()\n        net[0].weight.data += rank\n"
+                "        of_other = of_other or [torch.optim.SGD(other.parameters(), lr=0.1)]\n"
+                "        other(images).sum().backward()\n        of_other[0].step()",
+            ),
+        ],
+        True,
+        "from here on 0.weight differs",
+        "optimizer.step()",
+    ),
+    # A group that nothing uses: all else is as it was.
+    "weights, beside a group of rank 0": (
+        [
+            ("rank = dist.get_rank()", "rank = dist.get_rank()\nalone = dist.new_group([0])"),
+            (FORWARD, f"        net[0].weight.data += rank\n{FORWARD}"),
+        ],
+        True,
+        "differs between the processes",
+        "optimizer.step()",
+    ),
+    "rates of FSDP": (
+        [
+            (WRAP, "model = net"),
+            ("torch.manual_seed(rank)\nopt", "torch.distributed.fsdp.fully_shard(net)\nopt"),
+            ("import random\n", "import random\nimport torch.distributed.fsdp\n"),
+            ("lr=0.1)", "lr=0.1 + rank)"),
+        ],
+        True,
+        "the learning rates differ: [0.1] and [1.1]",
+        "optimizer.step()",
+    ),
+    "rank 1 reads before wait": (
+        [
+            (
+                REDUCE,
+                "    work = dist.all_reduce(correct, async_op=True)\n"
+                "    if rank == 1:\n        print(correct.item())\n    work.wait()",
+            )
+        ],
+        True,
+        "the result is read before wait() was called",
+        "dist.all_reduce(correct, async_op=True)",
     ),
     "read before wait": (
         [(REDUCE, "    work = dist.all_reduce(correct, async_op=True)")],

@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from conftest import PYTHON, ROOT
+from conftest import run as start
 
 from doctor import events, judges, launch, plan, report, wrappers
 from doctor.events import bits, bits_of_each
@@ -233,6 +235,38 @@ def test_who_failed_before_it_joined_a_group_is_told_where_no_rank_failed():
     assert report.failed([run]) == [f"t.py:9  a process that joined no group failed: {raised}"]
     run[0].events[-1]["error"] = "ValueError: its own"
     assert report.failed([run]) == ["t.py:1  rank 0 failed: ValueError: its own"]
+
+
+@pytest.mark.parametrize("aborted, code", [(False, 3), (True, 0)])
+def test_a_command_that_fails_after_its_processes_have_ended(aborted, code, capsys):
+    """Such as `bash train.sh`, whose next line fails; gloo may abort while Python ends."""
+    step = ("step", {"weights": {}, "parts": {}, "ours": 1})
+    run = Run([process("group", step, ("end", {"error": ""})) for _ in range(2)])
+    run.code, run.aborted = 137, aborted
+    assert report.tell([run], [], 1.0, [], argparse.Namespace(forms=[], script="t.py")) == code
+    assert ("it ended with exit code 137" in capsys.readouterr().out) == (code == 3)
+
+
+def test_groups_of_one_process_each_are_not_compared():
+    alone = [Run([process("group", "step")]) for _ in range(2)]
+    (said,) = report.not_seen(alone, failed=False)
+    assert said == "each process joins a group of its own: there is nothing to compare"
+    assert not report.not_seen([Run([process("group", "step")] * 2)], failed=False)
+
+
+def test_a_script_that_failed_is_not_asked_whether_it_has_nothing_to_train():
+    run = Run([process("group", "load")])
+    assert "leave nothing to train?" in report.not_seen([run], failed=False)[0]
+    assert report.not_seen([run], failed=True) == ["no step of an optimizer was seen"]
+
+
+def test_python_s_random_numbers_have_one_name_in_all_processes(tmp_path):
+    """hash(None) differs from process to process, before Python 3.12."""
+    code = "import random, torch; random.seed(0); from doctor.wrappers.optimizers import *\n"
+    code += 'torch.manual_seed(0); print(random_states(torch)["random"])'
+    env = {"PYTHONPATH": str(ROOT)}
+    states = {start([PYTHON, "-c", code], tmp_path, env=env) for _ in range(2)}
+    assert len(states) == 1, states
 
 
 def test_bits_are_the_same_in_any_memory_format_and_for_no_other_tensor():
