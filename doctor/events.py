@@ -27,9 +27,9 @@ FIELDS = {
     "spawns": "",  # a process of the launcher is about to start processes of its own
     "asks": "told",  # the script asked whether there is a GPU; told: that there is one
     "names a gpu": "",  # the first line that did so where there is none
-    # where: what it waits in, or None; busy: it, or a worker of its loader, computes; times: how
-    # often it has said so without another event between
-    "stands": "where busy outside times",
+    # where: what it waits in, or None; computes: it, and busy: or it waits for a loader's worker;
+    # times: how often it has said so without another event between
+    "stands": "where busy computes outside times",
     "end": "error frozen outside",  # of the script; error: "" if it ended well
     "fault": "error",  # of the doctor itself
     # ---- Collectives. shape: of the tensor; number: its sum, of a small one outside of autograd;

@@ -18,7 +18,7 @@ from .events import HERE, MESSAGES
 from .options import text_of
 from .recorder import dump
 from .run import read
-from .words import say
+from .words import listed, say
 
 # How often the patience of all waiting: where one process is idle elsewhere, or computes.
 IDLE, BUSY = 8, 40
@@ -54,7 +54,7 @@ def examine(args, files, processes, nodes=1, quiet=False):
             deaths.wait(0.1)
             stopped = stopped or stands_still(folder, args.patience, deaths.pids)
             if stopped:
-                stop(folder, deaths)
+                stop(folder, deaths, ended_too=True)
                 if by.is_torchrun:
                     job.kill()  # else it tells at length how its processes were killed
     finally:
@@ -160,15 +160,22 @@ def stands_still(folder, patience, gone):
 
     gone: processes that are no more: none waits for them, or else in vain.
     """
-    last = {pid: event for pid, event in last_events(folder).items() if pid not in gone}
-    for pid, event in last.items():  # one that has just ended may have let the others go on
-        age = time.time() - Path(folder, f"{pid}.jsonl").stat().st_mtime
-        if event["kind"] == "end" and age < patience:
-            return ""
-    last = [event for event in last.values() if not event.get("outside")]
-    waiting = [event for event in last if event.get("where")]
-    if not waiting or any(event["kind"] not in ("stands", "end") for event in last):
+    last, ages = [], []
+    for pid, event in last_events(folder).items():
+        if pid not in gone:
+            ages.append(time.time() - Path(folder, f"{pid}.jsonl").stat().st_mtime)
+            last.append(as_standing(event, ages[-1], patience))
+    ended = [age for event, age in zip(last, ages, strict=True) if event["kind"] == "end"]
+    if ended and min(ended) < patience:  # one that has just ended may have let the others go on
         return ""
+    if ended == ages and min(ages, default=0) > IDLE * patience:
+        return say("the script has ended, and something keeps its process: a thread?")
+    if any(event["kind"] not in ("stands", "end") for event in last):
+        return ""
+    waiting = [event for event in last if event.get("where")]
+    if not waiting:
+        return none_goes_on(last, patience)
+    last = [event for event in last if not event.get("outside")]
     others = [event for event in last if event["kind"] == "stands" and not event["where"]]
     # A process that computes may be waited for longest (BUSY). One that stands elsewhere is waited
     # for (IDLE), and so is one collective in which all are: it may be slow. Else each waits for
@@ -177,10 +184,36 @@ def stands_still(folder, patience, gone):
     places = {(event["line"], event["where"]) for event in calls}
     slow = others or (len(calls) == len(last) and len(places) == 1)
     times = BUSY if any(event.get("busy") for event in last) else IDLE if slow else 1
-    stood = min(event["times"] for event in last if event["kind"] == "stands")
-    if stood < times:
+    if not have_stood(last, times):
         return ""
     return say("it had stood still for {seconds} s: see --patience", seconds=times * patience)
+
+
+def as_standing(event, age, patience):
+    """A process that no longer says where it stands: Python itself stands in it."""
+    if event["kind"] in ("stands", "end") or age < 2 * patience + 5:
+        return event
+    return {"kind": "stands", "line": event["line"], "where": None, "busy": True} | {
+        "computes": False,
+        "times": int(age / patience),
+    }
+
+
+def none_goes_on(last, patience):
+    """All stand, and none waits for another: for a file, a lock or their loaders' workers."""
+    if any(event.get("computes") for event in last):
+        return ""
+    if not have_stood(last, BUSY):
+        return ""
+    lines = listed(sorted({event["line"] for event in last if event["kind"] == "stands"}))
+    seconds = BUSY * patience
+    return say("it had stood still for {seconds} s at {lines}", seconds=seconds, lines=lines)
+
+
+def have_stood(last, times):
+    """Whether all have said so often that they stand still."""
+    stood = [event["times"] for event in last if event["kind"] == "stands"]
+    return min(stood, default=0) >= times
 
 
 def last_events(folder):
@@ -197,9 +230,9 @@ def last_event(path):
     return json.loads(line) if whole else {"kind": "?", "line": "?"}
 
 
-def stop(folder, deaths):
+def stop(folder, deaths, ended_too=False):
     for pid, event in last_events(folder).items():
-        if event["kind"] != "end" and pid not in deaths.pids:
+        if (ended_too or event["kind"] != "end") and pid not in deaths.pids:
             deaths.pids.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

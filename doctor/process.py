@@ -65,7 +65,8 @@ def watch(ended):
             busy = reads or (computes and not torch.cuda.is_initialized())
             times += 1
             alone = not waits and outside()
-            note("stands", line=line, where=waits, busy=busy, times=times, outside=alone)
+            facts = {"where": waits, "busy": busy, "computes": computes, "outside": alone}
+            note("stands", line=line, times=times, **facts)
             dump.write(f"{RECORD.path}.calls")
             seen = RECORD.count
 

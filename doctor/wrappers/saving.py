@@ -3,11 +3,13 @@
 import itertools
 import os
 import sys
+import threading
 
 from ..events import note
 from . import wrap
 
 numbers = itertools.count()  # of files that are written
+by_threads = set()  # files that other threads write: a heartbeat is no sign that the script goes on
 
 
 def install(torch):
@@ -21,6 +23,9 @@ def writes(path):
     """Of files below the current folder, where results lie; none that is hidden, and no lock."""
     name = os.path.relpath(os.fsdecode(path), os.path.realpath(os.getcwd()))
     hidden = any(part.startswith(".") for part in name.split(os.sep))  # ".." too
+    if threading.current_thread() is not threading.main_thread():
+        hidden |= name in by_threads
+        by_threads.add(name)
     if not hidden and not name.endswith(".lock") and next(numbers) < 500:
         note("writes", path=os.path.abspath(name))
 

@@ -7,6 +7,10 @@ SENTENCES = {
         "{line}  一个没有加入任何进程组的进程出错：{error}"
     ),
     "{line}  a process that joined no group {how}": "{line}  一个没有加入任何进程组的进程{how}",
+    "it had stood still for {seconds} s at {lines}": "{seconds} 秒没有动静，停在 {lines}",
+    "the script has ended, and something keeps its process: a thread?": (
+        "脚本已经结束，但它的进程还没有退出：是不是还有线程在运行？"
+    ),
     "each process joins a group of its own: there is nothing to compare": (
         "每个进程各自加入了一个只有自己的进程组：没有可比较的内容"
     ),

@@ -265,6 +265,19 @@ def test_finds_the_mistake_in_all_runs_and_nothing_else(name, tmp_path):
     assert NAMED[name][0] in text.splitlines()[line - 1], report["said"]
 
 
+@pytest.mark.full
+def test_a_second_start_is_judged_and_its_error_is_told(tmp_path):
+    """Only then there is a checkpoint, which rank 0 alone loads, or which has no such key."""
+    text = copied(tmp_path, "resume_on_rank_0").read_text()
+    output = forked(tmp_path, text, "--twice", code=1)[1]
+    assert "  rank 1 does not load it  " in output and "mistakes: 1" in output, output
+    text = edited(text, [("weights_only=True))", "weights_only=True)['net'])")])
+    output = forked(tmp_path, text, "--twice", code=3)[1]
+    assert re.search("again: it loaded a file; script.py:.* failed: KeyError: 'net'", output), (
+        output
+    )
+
+
 IN_ONE_RUN = sorted(NAMED.keys() - ENDED - ALL_RUNS)
 
 

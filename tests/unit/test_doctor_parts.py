@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import time
 import weakref
 
 import pytest
@@ -318,10 +319,45 @@ def test_weights_are_looked_at_more_rarely_with_time():
     assert looked == [*range(1, 21), 25, 30, 35, 40, 45, 50, 100, 150]
 
 
+def standing(where, times, **more):
+    facts = {"kind": "stands", "line": "a.py:1", "where": where, "busy": False, "computes": False}
+    return facts | {"times": times, "outside": False} | more
+
+
+BEHIND = {"kind": "batch", "line": "a.py:9"}
+END = {"kind": "end", "line": "?"}
+
+
+@pytest.mark.parametrize(
+    "events, ages, said",
+    [
+        # All wait for a file; one of them computes.
+        ([standing(None, 40)] * 2, [0, 0], "it had stood still for 40 s at a.py:1"),
+        ([standing(None, 39), standing(None, 40)], [0, 0], ""),
+        ([standing(None, 99), standing(None, 99, computes=True, busy=True)], [0, 0], ""),
+        # One stands in a call that lets no other thread of its process run.
+        ([standing("barrier", 50), BEHIND], [0, 50], "it had stood still for 40 s"),
+        ([standing("barrier", 50), BEHIND], [0, 39], ""),
+        # The script has ended, its process has not.
+        ([END] * 2, [9, 20], "the script has ended, and something keeps its process"),
+        ([END] * 2, [7, 20], ""),
+        # mp.spawn's parent waits for those that it has started.
+        ([standing(None, 99, outside=True), BEHIND], [0, 0], ""),
+    ],
+)
+def test_every_hang_ends(events, ages, said, tmp_path):
+    for pid, (event, age) in enumerate(zip(events, ages, strict=True)):
+        path = tmp_path / f"{pid}.jsonl"
+        path.write_text(json.dumps(event) + "\n")
+        os.utime(path, (time.time() - age,) * 2)
+    answer = launch.stands_still(tmp_path, 1, gone=set())
+    assert answer.startswith(said) and bool(answer) == bool(said)
+
+
 def test_one_that_has_just_ended_may_have_let_the_others_go_on(tmp_path):
     """It came through a barrier; the other has had no time yet to say that it did, too."""
     ended = {"kind": "end", "line": "?", "outside": False}
-    waits = {"kind": "stands", "line": "a.py:1", "where": "barrier", "busy": False, "times": 1}
+    waits = standing("barrier", 1)
     for pid, event in ((1, ended), (2, waits | {"outside": False})):
         (tmp_path / f"{pid}.jsonl").write_text(json.dumps(event) + "\n")
     assert not launch.stands_still(tmp_path, 8, gone=set())
