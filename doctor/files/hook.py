@@ -10,7 +10,7 @@ import os
 import sys
 import urllib.parse
 
-from . import listing, programs, pythons, writers
+from . import arrow, listing, programs, pythons, writers
 from .disk import whole
 from .instead import put_instead
 from .journal import RUN, NotKept
@@ -150,6 +150,7 @@ HANDLERS = {
 
 # If one of these cannot keep what is there, the script's call fails: a file would be lost.
 LOSES = {on_open, on_write, on_truncate, on_rename, on_remove, on_rmtree, on_attribute, on_sqlite}
+LOSES |= {arrow.on_many}
 
 
 def guarded(process, handler, *args):
