@@ -16,7 +16,7 @@ shells.py    which programs a command starts, and where; syntax.py: a shell's wo
              names.py: what its words name; effects.py, git.py: what a program does with it;
              pythons.py: a Python gets the hook
 restore.py   puts back; tell.py: says so; inventory.py: what nobody saw
-guard.py     ends all processes and puts back, however the doctor ends
+guard.py     ends all processes and puts back, however the doctor ends; ends.py: finds and ends them
 
 guarded(work)    runs work(run) under a guard; returns the exit code
 Run              .env() for the script's processes, .put_back(keep) -> the report's lines

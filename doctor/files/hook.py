@@ -12,8 +12,9 @@ import urllib.parse
 
 from . import arrow, listing, programs, pythons, writers
 from .disk import whole
+from .ends import RUN
 from .instead import put_instead
-from .journal import RUN, NotKept
+from .journal import NotKept
 from .keep import Keeper
 from .paths import NOTHING_THERE
 from .process import HERE, INTERRUPTS, Process, own_work, real, text

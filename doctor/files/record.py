@@ -1,4 +1,4 @@
-"""Notes when this process has closed a file that it wrote, and ends it if the doctor is gone.
+"""Notes when this process has closed a file that it wrote, and ends the run if its doctor is gone.
 
 Whose a file is at the end, ours or somebody else's, is told by its state when we closed it. No
 event tells that: a small thread looks what is still open.
@@ -7,12 +7,12 @@ event tells that: a small thread looks what is still open.
 import atexit
 import contextlib
 import os
-import signal
 import threading
 import time
 
 from . import threads
 from .doctors import lives
+from .ends import end_run
 from .paths import inside
 
 TICK = 0.5
@@ -43,7 +43,7 @@ class Recorder:
             # A full disk, or too many open files: it tries again at the next tick.
             with contextlib.suppress(OSError), self.process.own_work():
                 if not lives(self.process.alive):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    end_run(self.process.alive)
                 self.note([*self.written])
 
     def writes(self, path):

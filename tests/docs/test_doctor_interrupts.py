@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import HEAR_SIGNALS, PYTHON, ROOT
 
 from doctor.files import disk, guard, keep
 from doctor.files.journal import Journal
@@ -25,8 +25,10 @@ from tests.docs.test_doctor_files import (
     Place,
     kill_both,
     place,
+    processes_of,
     snapshot,
     started,
+    wait_for,
 )
 
 __all__ = ["place"]
@@ -488,4 +490,33 @@ def test_a_run_that_cannot_be_put_back_does_not_stop_the_next(place, monkeypatch
         one.setattr(guard.restore, "put_back", fails)
         (said,) = guard.restore_dead()
     assert said.startswith("not all was put back: PermissionError: ") and str(place.state) in said
+    place.assert_unchanged(place.restore())
+
+
+GOES_ON = "echo ready $$; sleep 2; cp b a; sleep 300"
+
+
+def test_a_program_ends_with_both_of_the_doctors_processes(place):
+    """It has left its parent, and is no Python, which would see that the doctor is gone."""
+    script = HEAD + f"subprocess.run(['setsid', 'bash', '-c', {GOES_ON!r}])"
+    kill_both(started(place, script)[0])
+    wait_for(lambda: not processes_of(place), 5)
+    place.assert_unchanged(place.restore())
+
+
+def test_a_shell_script_ends_with_both_of_the_doctors_processes(place):
+    """No process of --by is a Python of the user's."""
+    (place.path / "train.sh").write_text(GOES_ON)
+    place.before = snapshot(place.path)
+    job = subprocess.Popen(
+        [*HEAR_SIGNALS, PYTHON, ROOT / "doctor", "--quick", "--by", "bash train.sh"],
+        env=os.environ | {"DOCTOR_STATE": str(place.state)},
+        cwd=place.path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    place.jobs.append(job)
+    assert job.stdout.readline().startswith("ready")
+    kill_both(job)
+    wait_for(lambda: not processes_of(place), 5)
     place.assert_unchanged(place.restore())
