@@ -14,7 +14,7 @@ It sends nothing between processes and changes no number; it needs only torch. A
 - below.py   which processes of a shell script, or of another launcher, are looked at
 - notebook.py  the code cells of a notebook, as a script
 - report.py  what is told; formats.py: to GitHub and other programs
-- words.py   how it is said; zh/: in Chinese
+- words.py   how it is said; zh/: in Chinese; streams.py: where nobody reads it
 - plan.py    which runs are made, and which findings they add; options.py: the command line
 - files/     why the files of the user are safe
 - attach/    another way in: a job that hangs now, whoever has started it

@@ -60,6 +60,8 @@ class Run:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.mark)
             done = restore.put_back(self.journal, end_processes, keep)
+            with contextlib.suppress(OSError):  # it may be another folder that has its name now
+                os.chdir(self.folder)
             self.is_done = True
             if not done:
                 return [

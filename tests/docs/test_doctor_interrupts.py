@@ -3,6 +3,7 @@
 And folders that cannot be written, links where folders were, mounts. See test_doctor_files.py.
 """
 
+import json
 import os
 import re
 import shutil
@@ -520,3 +521,35 @@ def test_a_shell_script_ends_with_both_of_the_doctors_processes(place):
     kill_both(job)
     wait_for(lambda: not processes_of(place), 5)
     place.assert_unchanged(place.restore())
+
+
+def doctor_by(place, words, *flags, **more):
+    """The real one, which has no process to look at: it says so by exit code 2."""
+    env = os.environ | {"DOCTOR_STATE": str(place.state), "PYTHONUNBUFFERED": "1"}
+    command = [PYTHON, ROOT / "doctor", "--quick", *flags, "--by", words]
+    more = {"stderr": subprocess.PIPE, "timeout": 60, "check": False} | more
+    return subprocess.run(command, env=env, cwd=place.path, text=True, **more)
+
+
+@pytest.mark.parametrize("flags", [[], ["--format", "json"]])
+def test_nobody_reads_the_report(place, flags):
+    ours, nobodys = os.pipe()
+    os.close(ours)
+    done = doctor_by(place, "rm a", *flags, stdout=nobodys)
+    os.close(nobodys)
+    assert done.returncode == 2 and "Error" not in done.stderr, done.stderr
+    place.assert_unchanged(done.stderr)
+
+
+def test_a_script_that_renames_the_working_folder(place):
+    """Then the doctor's own is another, and that is gone when all is put back."""
+    file = place.path.parent / "renames.py"
+    file.write_text(
+        "import os; here = os.getcwd(); os.rename(here, here + '.moved'); os.mkdir(here)\n"
+        "os.chdir(here); open('a', 'w').write('new')\n"
+    )
+    words = f"{PYTHON} -c \"exec(open('{file}').read())\""
+    done = doctor_by(place, words, "--format", "json", stdout=subprocess.PIPE)
+    assert done.returncode == 2 and "Error" not in done.stderr, done.stderr
+    assert json.loads(done.stdout), done.stdout
+    place.assert_unchanged(done.stderr)
