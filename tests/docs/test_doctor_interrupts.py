@@ -248,6 +248,21 @@ open("a", "w").write("n"); open("b", "a").write("n")
     ends_well(place, script)
 
 
+def test_a_thread_moves_what_another_is_about_to_open(place):
+    """Then the other makes a new file: it is the run's, too."""
+    script = """
+import threading
+def between(path):
+    told.clear()
+    other = threading.Thread(target=os.replace, args=["a", "b"]); other.start(); other.join()
+told = sys.doctor_files.told  # called when what is there has been kept
+told.append(between)
+open("a", "w").write("n" * 9)
+open("a", "a").write("n")
+"""
+    ends_well(place, script)
+
+
 HELD = """
 child = os.fork()
 if child == 0:
