@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 
-from doctor.files.guard import CHILD_SUBREAPER, PDEATHSIG, end_processes, prctl
+from doctor.files.ends import CHILD_SUBREAPER, PDEATHSIG, end_processes, prctl
 
 GRACE = 10  # seconds in which a benchmark that is told to end removes its temporary folders
 

@@ -22,8 +22,9 @@ def main():
 
         process.be_examined()
     else:
-        from doctor import plan
+        from doctor import plan, streams
 
+        streams.install()
         plan.main()
 
 

@@ -23,8 +23,7 @@ from .words import listed, say
 # How often the patience of all waiting: where one process is idle elsewhere, or computes.
 IDLE, BUSY = 8, 40
 # torch's, not numpy's SeedSequence.spawn(). Where this misses one, "spawns" is noted.
-# Takes the launcher's place: its words name files, which are kept first, see files/programs.py.
-BY = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+BY = os.path.join(os.path.dirname(__file__), "by.py")
 SPAWNS = re.compile(r"\b(mp|multiprocessing)\.spawn\(|(?<![\w.])spawn\(")
 
 
@@ -90,7 +89,7 @@ class Launcher:
         self.words += [f"--nproc-per-node={processes}"]
         if args.by:
             first, *others = shlex.split(args.by)
-            self.words = [sys.executable, "-c", BY, shutil.which(first), *others]
+            self.words = [sys.executable, BY, shutil.which(first), *others]
         elif own:
             self.words = [sys.executable]
 

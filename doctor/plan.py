@@ -10,6 +10,7 @@ from .files import guarded
 from .judges import comparing, findings
 from .launch import Launcher, examine
 from .options import parse_args, text_of
+from .streams import lasting
 from .words import say
 
 AGAIN, ALONE = say("started again"), say("one process")
@@ -31,7 +32,7 @@ def output(args):
     if not any(name in ("json", "sarif") and not file for name, file in args.forms):
         return sys.stdout
     sys.stdout.flush()
-    real = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    real = lasting(os.dup(1), "utf-8")
     os.dup2(2, 1)
     return real
 

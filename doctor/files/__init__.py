@@ -6,7 +6,8 @@ doctors.py   begins a run, and knows which doctors live
 whose.py     whose a file is: the run's, another run's, somebody else's
 keep.py      how what was there is kept
 hook.py      sees what a process of the run is about to do; programs.py and writers.py see what
-             Python's audit events do not tell; record.py: when a file was closed; site/ starts it
+             Python's audit events do not tell, arrow.py those of pyarrow; record.py: when a file
+             was closed; site/ starts it
 process.py   that process, and what must not come in between: signals, finalizers, other threads;
              threads.py: the doctor's own
 instead.py   puts a function in the place of a built-in one
@@ -15,7 +16,7 @@ shells.py    which programs a command starts, and where; syntax.py: a shell's wo
              names.py: what its words name; effects.py, git.py: what a program does with it;
              pythons.py: a Python gets the hook
 restore.py   puts back; tell.py: says so; inventory.py: what nobody saw
-guard.py     ends all processes and puts back, however the doctor ends
+guard.py     ends all processes and puts back, however the doctor ends; ends.py: finds and ends them
 
 guarded(work)    runs work(run) under a guard; returns the exit code
 Run              .env() for the script's processes, .put_back(keep) -> the report's lines

@@ -2,11 +2,10 @@
 
 The command forks. The parent waits and passes signals on; the child does the work. Each is told
 when the other dies, and then ends every process of the run and puts back. Only if both are killed
-at once is it left to the next start; the run's processes see it and end themselves (record.py).
+at once is it left to the next start; a process of the run sees it and ends them all (record.py).
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -15,11 +14,10 @@ import time
 import traceback
 
 from .. import words
-from . import doctors, inventory, journal, restore, tell
-from .journal import RUN
+from . import doctors, ends, inventory, journal, restore, tell
+from .ends import CHILD_SUBREAPER, PDEATHSIG, RUN, prctl
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
-PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 
 
@@ -62,6 +60,8 @@ class Run:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.mark)
             done = restore.put_back(self.journal, end_processes, keep)
+            with contextlib.suppress(OSError):  # it may be another folder that has its name now
+                os.chdir(self.folder)
             self.is_done = True
             if not done:
                 return [
@@ -80,6 +80,11 @@ class Run:
             pids = words.listed(outlived)
             lines.append(words.say("could not be ended: processes {pids}", pids=pids))
         return lines
+
+
+def end_processes(marks):
+    """Of these doctors' runs; returns those that do not die."""
+    return ends.end_processes(marks, spared=[os.getppid()])
 
 
 def caches():
@@ -237,62 +242,3 @@ def flush():
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-
-
-def prctl(option, value):
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-# ---- the run's processes
-
-
-def end_processes(marks):
-    """Kill all that the run has started, until none is left; returns those that do not die."""
-    until = time.monotonic() + 10
-    while alive := processes(marks):
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > until:
-            return sorted(alive)
-        time.sleep(0.02)
-    return []
-
-
-def processes(marks):
-    """Those below this one, and those that have one of the marks in their environment."""
-    if not os.path.isdir("/proc/self"):
-        return below_by_ps()
-    parent_of, marked = {}, set()
-    marks = {RUN.encode() + b"=" + mark for mark in marks}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b") ")[2].split()
-            if fields[0] in (b"Z", b"X"):
-                continue
-            parent_of[int(name)] = int(fields[1])
-            with open(f"/proc/{name}/environ", "rb") as file:
-                if marks & {*file.read().split(b"\0")}:
-                    marked.add(int(name))
-    return (marked | below(parent_of)) - {os.getpid(), os.getppid()}
-
-
-def below(parent_of):
-    """All descendants of this process."""
-    found, new = set(), {os.getpid()}
-    while new:
-        new = {pid for pid, parent in parent_of.items() if parent in new} - found
-        found |= new
-    return found
-
-
-def below_by_ps():
-    import subprocess
-
-    ps = subprocess.Popen(["ps", "-axo", "pid=,ppid="], stdout=subprocess.PIPE)
-    pairs = [line.split() for line in ps.communicate()[0].splitlines()]
-    return below({int(pid): int(up) for pid, up in pairs}) - {ps.pid}

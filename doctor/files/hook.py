@@ -10,10 +10,11 @@ import os
 import sys
 import urllib.parse
 
-from . import listing, programs, pythons, writers
+from . import arrow, listing, programs, pythons, writers
 from .disk import whole
+from .ends import RUN
 from .instead import put_instead
-from .journal import RUN, NotKept
+from .journal import NotKept
 from .keep import Keeper
 from .paths import NOTHING_THERE
 from .process import HERE, INTERRUPTS, Process, own_work, real, text
@@ -150,6 +151,7 @@ HANDLERS = {
 
 # If one of these cannot keep what is there, the script's call fails: a file would be lost.
 LOSES = {on_open, on_write, on_truncate, on_rename, on_remove, on_rmtree, on_attribute, on_sqlite}
+LOSES |= {arrow.on_many}
 
 
 def guarded(process, handler, *args):

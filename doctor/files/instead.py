@@ -3,7 +3,9 @@
 pathlib copies os.listdir into a class: there a Python function would become a method.
 """
 
+import ctypes
 import functools
+import gc
 import os
 
 
@@ -29,3 +31,26 @@ def put_instead(module, name, call):
         if real in able:
             able.add(new)
     setattr(module, name, new)
+
+
+def put_into_class(owner, name, call):
+    """In the place of a method. A class of Cython takes no attribute, only its dict does."""
+    functools.update_wrapper(call, getattr(owner, name))
+    try:
+        setattr(owner, name, call)
+    except TypeError:
+        (names,) = gc.get_referents(vars(owner))  # the dict, of which vars() shows a view
+        names[name] = call
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))  # else the old one is cached
+
+
+def put_subclass(module, name, before):
+    """In the place of a class in C: before(*args, **kwargs) is called before one is made."""
+    real = getattr(module, name)
+
+    def new(cls, *args, **kwargs):
+        before(*args, **kwargs)
+        return real.__new__(cls, *args, **kwargs)
+
+    named = {"__new__": new, "__module__": real.__module__, "__doc__": real.__doc__}
+    setattr(module, name, type(real)(real.__name__, (real,), named))

@@ -20,7 +20,6 @@ import stat
 from .opened import Opened
 from .paths import inside, parents
 
-RUN = "DOCTOR_FILES"  # the variable that tells a process of the run its doctor's alive-...
 HIDDEN = b".training-doctor-"  # a folder of kept files, where the state folder is no place
 
 

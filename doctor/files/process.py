@@ -132,7 +132,7 @@ class Process:
         self.recorder.watch()
         self.recorder.writes(path)  # before: another thread may note just now what it has closed
         self.do(Keeper.will_write, path, cuts, os.getpid())
-        if replaces:
+        if replaces or self.recorder.may_go(path):  # then it may open another than is there now
             self.do(Keeper.writes, path, os.getpid())
         self.recorder.writes(path)
 

@@ -1,4 +1,4 @@
-"""Notes when this process has closed a file that it wrote, and ends it if the doctor is gone.
+"""Notes when this process has closed a file that it wrote, and ends the run if its doctor is gone.
 
 Whose a file is at the end, ours or somebody else's, is told by its state when we closed it. No
 event tells that: a small thread looks what is still open.
@@ -7,16 +7,18 @@ event tells that: a small thread looks what is still open.
 import atexit
 import contextlib
 import os
-import signal
 import threading
 import time
 
 from . import threads
 from .doctors import lives
-from .paths import inside
+from .ends import end_run
+from .keep import Keeper
+from .paths import inside, parents
 
 TICK = 0.5
-OPENS = 1.0  # an open that was announced so long ago has happened
+OPENS = 1.0  # what was announced so long ago has happened
+MANY = 10_000
 
 
 class Recorder:
@@ -24,6 +26,7 @@ class Recorder:
         self.process = process
         # path: {thread that has announced to open it: when}
         self.written = {path: {threading.get_ident(): time.monotonic()} for path in inherited}
+        self.gone = {}  # path that was moved or removed: {thread: when}
         self.thread = False  # whether it was started
 
     def begin(self):
@@ -43,7 +46,7 @@ class Recorder:
             # A full disk, or too many open files: it tries again at the next tick.
             with contextlib.suppress(OSError), self.process.own_work():
                 if not lives(self.process.alive):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    end_run(self.process.alive)
                 self.note([*self.written])
 
     def writes(self, path):
@@ -51,6 +54,7 @@ class Recorder:
 
     def moves(self, old, new):
         """A file or folder gets another name: what is closed is noted before."""
+        self.goes(old)
         here = [path for path in [*self.written] if inside(path, old)]
         self.note(here)
         self.loses(new)
@@ -65,7 +69,26 @@ class Recorder:
 
     def loses(self, path):
         """A file or folder is removed: what is closed is noted before, it may have other names."""
+        self.goes(path)
         self.note([one for one in [*self.written] if inside(one, path)])
+
+    def goes(self, path):
+        """Another thread that has announced to open it finds another there, or makes it anew."""
+        mine, now = threading.get_ident(), time.monotonic()
+        if len(self.gone) > MANY:
+            self.gone = {
+                one: at for one, at in [*self.gone.items()] if max(at.values()) > now - OPENS
+            }
+        self.gone.setdefault(path, {})[mine] = now
+        for one, announced in [*self.written.items()]:
+            if inside(one, path) and {*announced} - {mine}:
+                self.process.do(Keeper.writes, one, os.getpid())
+
+    def may_go(self, path):
+        """Whether another thread is about to move or remove it, or a folder above it."""
+        mine, late = threading.get_ident(), time.monotonic() - OPENS
+        by = [item for one in (path, *parents(path)) for item in [*self.gone.get(one, {}).items()]]
+        return any(thread != mine and at > late for thread, at in by)
 
     def last(self):
         """At the end of the process. What is still open then is not noted as closed."""

@@ -1,7 +1,7 @@
 """Libraries that write files in C++ or Rust, of which no audit event tells.
 
 Each gets its function wrapped when its module has been imported: a finder sees to that, so that
-nothing is imported that the script does not import.
+nothing is imported that the script does not import. What is special of pyarrow is in arrow.py.
 """
 
 import functools
@@ -10,6 +10,7 @@ import os
 import sys
 import types
 
+from . import arrow
 from .opened import PROGRAM
 
 # module: (where the function is, the number of the argument with the file's name, its keyword)
@@ -32,7 +33,12 @@ WRITERS = {
     "pyarrow.parquet.core": [("ParquetWriter.__init__", 1, "where")],
     "pyarrow.feather": [("write_feather", 1, "dest")],
     "pyarrow.csv": [("write_csv", 1, "output_file")],
-    "pyarrow.ipc": [("new_file", 0, "sink"), ("new_stream", 0, "sink")],
+    "pyarrow.ipc": [
+        ("RecordBatchFileWriter.__init__", 1, "sink"),
+        ("RecordBatchStreamWriter.__init__", 1, "sink"),
+    ],
+    "pyarrow.orc": [("ORCWriter.__init__", 1, "where")],
+    "tokenizers": [("Tokenizer.save", 1, "path")],
     "torchaudio": [("save", 0, "uri")],
 }
 
@@ -179,23 +185,37 @@ def write_on(process, file):
     process.on(lambda keeper, path: keeper.will_write(path, False, PROGRAM), path)
 
 
-def wrap_tokenizers(process, base):
-    """Those in Rust write one file themselves."""
-    owner = base.PreTrainedTokenizerBase
-    real = owner.save_pretrained
+def wrap_tokenizers(process, tokenizers):
+    """A model in Rust writes files by names of its own. transformers saves by these, too."""
+    owner = tokenizers.models.Model
+    real = owner.save
 
     @functools.wraps(real)
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        prefix = kwargs.get("filename_prefix")
-        name = f"{prefix}-tokenizer.json" if prefix else "tokenizer.json"
-        file = os.path.join(save_directory, name)
-        announce(process, file, replaces=True)
+    def save(self, folder, *args, **kwargs):
+        prefix = (*args, kwargs.get("prefix", kwargs.get("name")), None)[0]
+        names = ("vocab.json", "merges.txt", "vocab.txt", "unigram.json")
+        files = [os.path.join(folder, f"{prefix}-{name}" if prefix else name) for name in names]
+        for file in files:
+            announce(process, file, replaces=True)
         try:
-            return real(self, save_directory, *args, **kwargs)
+            return real(self, folder, *args, **kwargs)
         finally:
-            process.has_written(file)
+            process.has_written(*files)
 
-    owner.save_pretrained = save_pretrained
+    owner.save = save
+
+
+def wrap_dbm(process, dbm):
+    """Databases of ndbm are one file or two; Berkeley DB, which is its usual form, makes one."""
+    real = dbm.open
+
+    @functools.wraps(real)
+    def open_(filename, flags="r", *args):
+        for end in (".db", ".dir", ".pag") if flags != "r" else ():
+            announce(process, os.fsdecode(filename) + end)
+        return real(filename, flags, *args)
+
+    dbm.open = open_
 
 
 def wrap_shared_memory(process, posix):
@@ -223,5 +243,12 @@ SPECIAL = {
     "torch": [wrap_archives, wrap_mapped],
     "torch.distributed": [wrap_stores],
     "h5py": [wrap_h5py],
-    "transformers.tokenization_utils_base": [wrap_tokenizers],
+    "tokenizers": [wrap_tokenizers],
+    "_dbm": [wrap_dbm],
+    "pyarrow.lib": [arrow.wrap_lib],
+    "pyarrow._csv": [arrow.wrap_csv],
+    "pyarrow._parquet": [arrow.wrap_metadata],
+    "pyarrow._fs": [arrow.wrap_file_systems],
+    "pyarrow.fs": [arrow.wrap_copies],
+    "pyarrow.dataset": [arrow.wrap_dataset],
 }

@@ -402,6 +402,92 @@ def test_what_writes_in_cpp_and_rust(place):
     assert not re.search("left:|cannot see|the doctor failed", said), said
 
 
+ARROW = """
+import os, pickle
+import pandas, pyarrow as pa, pyarrow.dataset, pyarrow.csv, pyarrow.orc, pyarrow.parquet
+from pyarrow import fs
+from tokenizers import Tokenizer, models, trainers
+table, disk = pa.table({"x": [1, 2]}), fs.LocalFileSystem()
+pandas.DataFrame({"x": [1]}).to_parquet("a")
+pandas.DataFrame({"x": [1]}).to_parquet("ckpt", partition_cols=["x"])
+assert isinstance(disk, fs.FileSystem) and pickle.loads(pickle.dumps(disk)) == disk
+system, path = fs.FileSystem.from_uri("file://" + os.getcwd())
+system = fs.SubTreeFileSystem(path, system)
+with system.open_output_stream("b") as file:
+    file.write(b"new")
+with disk.open_append_stream(path="log") as file:
+    file.write(b"new")
+disk.create_dir("n/deep"); system.copy_file("b", "c"); system.move("text.json", "n/text.json")
+fs.copy_files("n", "runs"); system.delete_dir("n"); disk.delete_file("link")
+dataset = {"format": "parquet", "basename_template": "one{i}"}
+pyarrow.dataset.write_dataset(
+    table, "ckpt", existing_data_behavior="overwrite_or_ignore", **dataset
+)
+pyarrow.dataset.write_dataset(table, "ckpt", existing_data_behavior="delete_matching", **dataset)
+system.delete_dir_contents("ckpt")
+with pa.OSFile("hard", "wb") as file:
+    file.write(b"new")
+pyarrow.parquet.write_metadata(table.schema, "runs/best.pth")
+with pyarrow.csv.CSVWriter("hard2", table.schema) as writer:
+    writer.write(table)
+with pa.ipc.RecordBatchFileWriter("new.arrow", table.schema) as writer:
+    writer.write(table)
+pyarrow.orc.write_table(table, "new.orc")
+pa.create_memory_map("lone", 9).write(b"new")
+with pa.output_stream("c") as file:
+    file.write(b"new")
+tokenizer = Tokenizer(models.BPE())
+tokenizer.train_from_iterator(["a b c"], trainers.BpeTrainer(vocab_size=9, show_progress=False))
+tokenizer.save("log"); tokenizer.model.save(".", "old"); tokenizer.model.save("runs")
+"""
+
+
+def test_what_pyarrow_and_tokenizers_write(place):
+    """pandas and datasets write by pyarrow."""
+    for name in ("old-vocab.json", "old-merges.txt", "ckpt/one0"):
+        (place.path / name).write_text(OLD)
+    place.before = snapshot(place.path)
+    code, said = place.run(ARROW)
+    assert code == 0, said
+    place.assert_unchanged(said)
+    assert not re.search("left:|cannot see|the doctor failed", said), said
+
+
+def test_what_is_written_beside_a_dataset(place):
+    """Somebody else's file in the folder stays, once the dataset is written."""
+    script = """
+import pyarrow as pa, pyarrow.dataset, time
+pyarrow.dataset.write_dataset(pa.table({"x": [1]}), "empty", format="parquet")
+print("ready 0", flush=True)
+time.sleep(99)
+"""
+    job, _ = started(place, script)
+    (place.path / "empty/theirs").write_text("theirs")
+    job.send_signal(signal.SIGINT)
+    said, _ = job.communicate(timeout=150)
+    assert os.listdir(place.path / "empty") == ["theirs"], said
+
+
+# A Python without gdbm has _dbm, in C: this one opens files as that does, and no event tells.
+NDBM = """
+import ctypes, os
+def open(filename, flags="r", mode=0o666):
+    C = ctypes.CDLL(None)
+    file = C.open(os.fsencode(filename + ".db"), os.O_RDWR | os.O_CREAT, mode)
+    assert C.write(file, b"new", 3) == 3
+"""
+
+
+def test_a_database_of_ndbm(place):
+    (place.path.parent / "_dbm.py").write_text(NDBM)
+    (place.path / "db.db").write_text(OLD)
+    place.before = snapshot(place.path)
+    code, said = place.run("import _dbm; _dbm.open('db', 'c'); _dbm.open('new', 'n')")
+    assert code == 0, said
+    place.assert_unchanged(said)
+    assert "put back as before this run: db.db" in said and "removed" in said, said
+
+
 def test_processes_of_torchrun(place):
     """Both write the same files at once, as a mistaken script does."""
     script = """

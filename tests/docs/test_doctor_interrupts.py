@@ -3,6 +3,7 @@
 And folders that cannot be written, links where folders were, mounts. See test_doctor_files.py.
 """
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import HEAR_SIGNALS, PYTHON, ROOT
 
 from doctor.files import disk, guard, keep
 from doctor.files.journal import Journal
@@ -25,8 +26,10 @@ from tests.docs.test_doctor_files import (
     Place,
     kill_both,
     place,
+    processes_of,
     snapshot,
     started,
+    wait_for,
 )
 
 __all__ = ["place"]
@@ -241,6 +244,21 @@ threads = [threading.Thread(target=save) for _ in range(3)]
 [one.start() for one in threads]; [one.join() for one in threads]
 time.sleep(1.2)
 open("a", "w").write("n"); open("b", "a").write("n")
+"""
+    ends_well(place, script)
+
+
+def test_a_thread_moves_what_another_is_about_to_open(place):
+    """Then the other makes a new file: it is the run's, too."""
+    script = """
+import threading
+def between(path):
+    told.clear()
+    other = threading.Thread(target=os.replace, args=["a", "b"]); other.start(); other.join()
+told = sys.doctor_files.told  # called when what is there has been kept
+told.append(between)
+open("a", "w").write("n" * 9)
+open("a", "a").write("n")
 """
     ends_well(place, script)
 
@@ -489,3 +507,64 @@ def test_a_run_that_cannot_be_put_back_does_not_stop_the_next(place, monkeypatch
         (said,) = guard.restore_dead()
     assert said.startswith("not all was put back: PermissionError: ") and str(place.state) in said
     place.assert_unchanged(place.restore())
+
+
+GOES_ON = "echo ready $$; sleep 2; cp b a; sleep 300"
+
+
+def test_a_program_ends_with_both_of_the_doctors_processes(place):
+    """It has left its parent, and is no Python, which would see that the doctor is gone."""
+    script = HEAD + f"subprocess.run(['setsid', 'bash', '-c', {GOES_ON!r}])"
+    kill_both(started(place, script)[0])
+    wait_for(lambda: not processes_of(place), 5)
+    place.assert_unchanged(place.restore())
+
+
+def test_a_shell_script_ends_with_both_of_the_doctors_processes(place):
+    """No process of --by is a Python of the user's."""
+    (place.path / "train.sh").write_text(GOES_ON)
+    place.before = snapshot(place.path)
+    job = subprocess.Popen(
+        [*HEAR_SIGNALS, PYTHON, ROOT / "doctor", "--quick", "--by", "bash train.sh"],
+        env=os.environ | {"DOCTOR_STATE": str(place.state)},
+        cwd=place.path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    place.jobs.append(job)
+    assert job.stdout.readline().startswith("ready")
+    kill_both(job)
+    wait_for(lambda: not processes_of(place), 5)
+    place.assert_unchanged(place.restore())
+
+
+def doctor_by(place, words, *flags, **more):
+    """The real one, which has no process to look at: it says so by exit code 2."""
+    env = os.environ | {"DOCTOR_STATE": str(place.state), "PYTHONUNBUFFERED": "1"}
+    command = [PYTHON, ROOT / "doctor", "--quick", *flags, "--by", words]
+    more = {"stderr": subprocess.PIPE, "timeout": 60, "check": False} | more
+    return subprocess.run(command, env=env, cwd=place.path, text=True, **more)
+
+
+@pytest.mark.parametrize("flags", [[], ["--format", "json"]])
+def test_nobody_reads_the_report(place, flags):
+    ours, nobodys = os.pipe()
+    os.close(ours)
+    done = doctor_by(place, "rm a", *flags, stdout=nobodys)
+    os.close(nobodys)
+    assert done.returncode == 2 and "Error" not in done.stderr, done.stderr
+    place.assert_unchanged(done.stderr)
+
+
+def test_a_script_that_renames_the_working_folder(place):
+    """Then the doctor's own is another, and that is gone when all is put back."""
+    file = place.path.parent / "renames.py"
+    file.write_text(
+        "import os; here = os.getcwd(); os.rename(here, here + '.moved'); os.mkdir(here)\n"
+        "os.chdir(here); open('a', 'w').write('new')\n"
+    )
+    words = f"{PYTHON} -c \"exec(open('{file}').read())\""
+    done = doctor_by(place, words, "--format", "json", stdout=subprocess.PIPE)
+    assert done.returncode == 2 and "Error" not in done.stderr, done.stderr
+    assert json.loads(done.stdout), done.stdout
+    place.assert_unchanged(done.stderr)

@@ -1,0 +1,30 @@
+"""What the doctor prints when nobody reads it any more, as in `python doctor ... | head`: nothing.
+
+It goes on, and ends with the code that it would have had: that of an error is that of a mistake.
+"""
+
+import contextlib
+import io
+import sys
+
+
+class Lasting(io.FileIO):
+    def write(self, data):
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def lasting(file, encoding, errors="strict"):
+    """A text stream that writes to this file descriptor, each line at once."""
+    raw = io.BufferedWriter(Lasting(file, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding=encoding, errors=errors, line_buffering=True)
+
+
+def install():
+    for name in ("stdout", "stderr"):
+        real = getattr(sys, name)
+        with contextlib.suppress(OSError, AttributeError):  # it was closed, or is no file
+            real.flush()
+            setattr(sys, name, lasting(real.fileno(), real.encoding, real.errors))
