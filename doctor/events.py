@@ -66,11 +66,12 @@ FIELDS = {
     "seed": "seed",
     # ---- Data
     # A pass over a DataLoader. number: of the pass; made, sampler: the lines where the loader and
-    # its sampler were made; batches, length, size: lengths of the loader, the sampler, the data,
-    # None of a stream; classes: names by number, or None; padding: how many items the sampler
-    # repeats; trims: Accelerate cuts those off; drops: drop_last; the others are the sampler's.
-    "pass": "number made batches workers size sampler length seed epoch rank num_replicas shuffle "
-    "padding trims drops stream classes",
+    # its sampler were made; batches, length, size, base: lengths of the loader, the sampler, the
+    # data, and of what is below all Subsets, None of a stream; classes: names by number, or None;
+    # padding: how many items the sampler repeats; trims: Accelerate cuts those off; drops:
+    # drop_last; the others are the sampler's.
+    "pass": "number made batches workers size base sampler length seed epoch rank num_replicas "
+    "shuffle padding trims drops stream classes",
     # items: [name, sum of the label, sum of the image] each; grad: read with gradients enabled
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass

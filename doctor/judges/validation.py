@@ -135,34 +135,6 @@ def labels_of(passes):
     return {int(float(label)) for label in labels} if whole and len(labels) <= 1000 else set()
 
 
-@judge("run", ONCE, certain=True, general="items")
-def never_validated(run):
-    """Certain where parts, or drop_last, leave items out of a pass that was read to its end.
-
-    A hint for the loader that it trains with.
-    """
-    for passes in validations(run):
-        size = passes[0]["size"]
-        if not size or any(one["stream"] or one["cut"] or not one["whole"] for one in passes):
-            continue
-        if len({one["size"] for one in passes}) > 1:  # each process has a part as a data set
-            continue
-        if len(passes) < len(run) and not all(process.of("end") for process in run):
-            continue  # the run stopped before the others have read their parts
-        seen = times_seen(passes, parts=3)
-        parted = any(one["length"] is not None and one["length"] < size for one in passes)
-        if len(seen) < size and (parted or any(one["drops"] for one in passes)):
-            never = size - len(seen)
-            text = say("{never} of {size} items are never validated", never=never, size=size)
-            if passes[0]["drops"]:
-                text = say("{text}: drop_last=True", text=text)
-            # Those that it trains with, in an order that changes, are looked at for an estimate.
-            trains = any(
-                one["trained"] and loader(one) == loader(passes[0]) for one in run[0].passes
-            )
-            return Finding(passes[0]["line"], text, certain=not trains)
-
-
 @judge("validated", ONCE, certain=True, general="items")
 def validated_twice(row, run):
     """Certain where numbers of parts are added up that overlap by more than a padding."""
@@ -176,23 +148,6 @@ def validated_twice(row, run):
             "{twice} of {count} validated items count several times", twice=twice, count=len(seen)
         )
         return Finding(row[0]["made"], text)
-
-
-def loader(one):
-    """Where it was made, and the number of its data set."""
-    return one["made"], one["items"][0][0].partition(":")[0]
-
-
-def validations(run):
-    """The n-th validations of one line, in those processes that have one."""
-    lines = defaultdict(list)
-    for process in run:
-        counts = defaultdict(int)
-        for one in process.passes:
-            if one["validated"]:
-                lines[one["line"], counts[one["line"]]].append(one)
-                counts[one["line"]] += 1
-    return lines.values()
 
 
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=False)

@@ -66,6 +66,11 @@ DROPS = "loader = DataLoader(data, 8, sampler=sampler, drop_last=True)"
 DROPOUT = ("torch.nn.ReLU()", "torch.nn.Dropout()")
 SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
 
+SPLIT = [
+    ("sampler = DistributedSampler(data,", "sampler = DistributedSampler(range(48),"),
+    ("sampler=range(rank, 64, 2))", "sampler=range(48 + rank, 64, 2))"),
+]
+
 
 def alone(line):
     """An edit: only rank 0 does this."""
@@ -167,6 +172,22 @@ SEEN = {
         ],
         True,
         "32 of 64 items are never validated",
+        "in val_loader",
+    ),
+    "a part is validated": (
+        [("sampler=range(rank, 64, 2))", "sampler=range(rank, 16, 2))")],
+        False,  # it may be meant to look at no more
+        "48 of 64 items are never validated",
+        "in val_loader",
+    ),
+    "last batch dropped of a split by samplers": (
+        [
+            SPLIT[0],
+            ("sampler=range(rank, 64, 2))", "sampler=range(48 + rank, 64, 2), drop_last=True)"),
+        ]
+        + [("data, 8, sampler=range", "data, 5, sampler=range")],
+        True,
+        "6 of 64 items are never validated: drop_last=True",
         "in val_loader",
     ),
     "last batch dropped": (
@@ -320,6 +341,23 @@ RIGHT_TOO = {
         (WRAP, f"{WRAP}\ndef forward(images):\n    return model(images)"),
         ("cross_entropy(model(images)", "cross_entropy(forward(images)"),
         ("(net(images)", "(forward(images)"),
+    ],
+    # One data set, divided into training and validation.
+    "split by samplers": SPLIT,
+    "split by samplers of images that are changed for training": [
+        *SPLIT,
+        (
+            "torch.manual_seed(0)\nnet",
+            "data = TensorDataset(data[:][0] + 1, data[:][1])\n"
+            "loader = DataLoader(data, 8, sampler=sampler)\ntorch.manual_seed(0)\nnet",
+        ),
+    ],
+    "a part is validated first, later all": [
+        (
+            "torch.manual_seed(0)\nnet",
+            "part = DataLoader(data, 8, sampler=range(rank, 16, 2))\ntorch.manual_seed(0)\nnet",
+        ),
+        ("in val_loader:", "in val_loader if epoch else part:"),
     ],
     "the order of a sorted set": [
         (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),
