@@ -66,6 +66,7 @@ DROPS = "loader = DataLoader(data, 8, sampler=sampler, drop_last=True)"
 DROPOUT = ("torch.nn.ReLU()", "torch.nn.Dropout()")
 SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
 
+PARTS = "    parts = [torch.zeros(1) for _ in range(2)]\n    work = dist.all_gather(parts, correct"
 SPLIT = [
     ("sampler = DistributedSampler(data,", "sampler = DistributedSampler(range(48),"),
     ("sampler=range(rank, 64, 2))", "sampler=range(48 + rank, 64, 2))"),
@@ -284,6 +285,17 @@ SEEN = {
         "the result is read before wait() was called",
         "dist.all_reduce(correct, async_op=True)",
     ),
+    "a gathered number is read before wait": (
+        [
+            (
+                REDUCE,
+                f"{PARTS}, async_op=True)\n    correct += parts[0].item()\n    work.wait()",
+            )
+        ],
+        True,
+        "the result is read before wait() was called",
+        "dist.all_gather(parts",
+    ),
     "the order of a set": (
         [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
         False,  # these processes are forks of one
@@ -358,6 +370,24 @@ RIGHT_TOO = {
             "part = DataLoader(data, 8, sampler=range(rank, 16, 2))\ntorch.manual_seed(0)\nnet",
         ),
         ("in val_loader:", "in val_loader if epoch else part:"),
+    ],
+    "what is gathered and sent is read before wait": [
+        (
+            REDUCE,
+            f"{PARTS}, async_op=True)\n    print(correct.item())\n    work.wait()\n"
+            "    correct = sum(parts)\n    work = dist.broadcast(correct, src=0, async_op=True)\n"
+            "    if rank == 0:\n        print(correct.item())\n    work.wait()",
+        ),
+    ],
+    "a future's wait": [
+        (REDUCE, "    dist.all_reduce(correct, async_op=True).get_future().wait()"),
+    ],
+    "completed without wait": [
+        (
+            REDUCE,
+            "    work = dist.all_reduce(correct, async_op=True)\n"
+            "    while not work.is_completed():\n        pass\n    print(correct.item())",
+        ),
     ],
     "the order of a sorted set": [
         (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),
