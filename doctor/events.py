@@ -38,6 +38,10 @@ FIELDS = {
     # that has read what such a small tensor held, or None; set: the line of a loop over a set of
     # strings, in which it is called, or None
     "collective": "name shape number changes gradients whole known set",
+    # A process sends to another one, or has got what it sends; peer: its rank, or None if not known
+    "sends": "peer",
+    "receives": "peer",
+    "store": "name keys",  # a method of a Store, as TCPStore's get()
     "sum read": "",  # the result of an all_reduce() at this line was read, too
     "gradient": "one",  # a backward pass went through what all_reduce() changed in place
     "unwaited": "read",  # async_op=True, and read (or never) before wait() was called

@@ -31,7 +31,7 @@ def install(torch):
         wrap_collective(torch, name)
     for name in MESSAGES:
         if hasattr(dist, name):
-            wrap(dist, name, waits=name)
+            wrap_message(name)
     for name in ("isend", "irecv"):  # P2POp compares with these
         setattr(dist.distributed_c10d, name, getattr(dist, name))
     wrap(dist.Work, "wait", before=waited, waits="wait()")
@@ -75,6 +75,23 @@ def wrap_collective(torch, name):
         if in_place and torch.is_grad_enabled():
             tensor.register_hook(lambda gradient: arrived(gradient, line))
 
+    wrap(dist, name, before, after, waits=name)
+
+
+def wrap_message(name):
+    """batch_isend_irecv() calls the others."""
+    sends, batch = "send" in name, name.startswith("batch")
+    signature, peer = inspect.signature(getattr(dist, name)), "dst" if sends else "src"
+
+    def noted(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        rank, group = given.get(peer), given.get("group")
+        if rank is None and given.get(f"group_{peer}") is not None:
+            rank = dist.get_global_rank(group or dist.group.WORLD, given[f"group_{peer}"])
+        note("sends" if sends else "receives", peer=rank)
+
+    before = noted if sends and not batch else None
+    after = None if sends or batch else lambda _, *args, **kwargs: noted(*args, **kwargs)
     wrap(dist, name, before, after, waits=name)
 
 

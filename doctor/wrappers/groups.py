@@ -1,9 +1,13 @@
-"""Process groups: when a process joins one, and whether some processes make one of their own."""
+"""Process groups: when a process joins one, whether some make one of their own; their stores."""
 
 import os
 
 from ..events import RECORD, note
 from . import processes, wrap
+
+# Methods of a Store, through which a process tells others something, or waits for it.
+TELLS = "set add append compare_set multi_set queue_push barrier".split()
+HEARS = "get wait multi_get queue_pop check".split()
 
 
 def install(torch):
@@ -30,3 +34,23 @@ def install(torch):
     wrap(dist, "new_group", after=new_group, waits="new_group")
     wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh, waits="the constructor of DeviceMesh")
     wrap(dist.algorithms.join.Join, "__enter__", before=lambda self: note("join"))
+    for name in [*TELLS, *HEARS]:
+        if hasattr(dist.Store, name):
+            wrap_store(dist.Store, name)
+
+
+def wrap_store(store, name):
+    def noted(key=(), *_, keys=(), **__):
+        key = [key] if isinstance(key, str) else [*(key or keys)]
+        again = name, key, getattr(RECORD, "count", 0)
+        if noted.last != again:  # not each call of a loop that waits so
+            note("store", name=name, keys=key)
+            noted.last = name, key, getattr(RECORD, "count", 0)
+
+    def after(result, self, *args, **kwargs):
+        if result is not False:  # of check()
+            noted(*args, **kwargs)
+
+    noted.last = None
+    tells = name in TELLS
+    wrap(store, name, *((lambda self, *a, **k: noted(*a, **k), None) if tells else (None, after)))

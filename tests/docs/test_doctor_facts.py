@@ -67,6 +67,10 @@ DROPOUT = ("torch.nn.ReLU()", "torch.nn.Dropout()")
 SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
 
 PARTS = "    parts = [torch.zeros(1) for _ in range(2)]\n    work = dist.all_gather(parts, correct"
+SEEDED = "torch.manual_seed(rank)\noptimizer"
+STORE = "store = dist.PrefixStore('of', dist.distributed_c10d._get_default_store())\n"
+SAVES = "if rank == 0:\n    torch.save(net.state_dict(), 'first.pth')\n    "
+LOADS = f"net.load_state_dict(torch.load('first.pth'))\n{SEEDED}"
 SPLIT = [
     ("sampler = DistributedSampler(data,", "sampler = DistributedSampler(range(48),"),
     ("sampler=range(rank, 64, 2))", "sampler=range(48 + rank, 64, 2))"),
@@ -296,6 +300,32 @@ SEEN = {
         "the result is read before wait() was called",
         "dist.all_gather(parts",
     ),
+    "loaded after a message that is sent too early": (
+        [
+            (
+                SEEDED,
+                f"flag = torch.zeros(1)\nif rank == 0:\n    dist.send(flag, 1)\n{SAVES}pass\n"
+                f"else:\n    dist.recv(flag, 0)\n    time.sleep(1)\n    {LOADS}",
+            ),
+            ("import random\n", "import random\nimport time\n"),
+        ],
+        True,
+        "it may be read before another process has saved it",
+        "torch.load",
+    ),
+    "loaded after another word of the store": (
+        [
+            (
+                SEEDED,
+                f"{STORE}store.set(f'here{{rank}}', '1')\nstore.wait(['here0', 'here1'])\n"
+                f"{SAVES}pass\nelse:\n    time.sleep(1)\n    {LOADS}",
+            ),
+            ("import random\n", "import random\nimport time\n"),
+        ],
+        True,
+        "it may be read before another process has saved it",
+        "torch.load",
+    ),
     "the order of a set": (
         [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
         False,  # these processes are forks of one
@@ -388,6 +418,26 @@ RIGHT_TOO = {
             "    work = dist.all_reduce(correct, async_op=True)\n"
             "    while not work.is_completed():\n        pass\n    print(correct.item())",
         ),
+    ],
+    "loaded after a message": [
+        (
+            SEEDED,
+            f"flag = torch.zeros(1)\n{SAVES}dist.send(flag, 1)\n"
+            f"else:\n    dist.recv(flag, src=0)\n    {LOADS}",
+        )
+    ],
+    "loaded after a word of the store": [
+        (
+            SEEDED,
+            f"{STORE}{SAVES}store.set('saved', '1')\nelse:\n    store.wait(['saved'])\n    {LOADS}",
+        )
+    ],
+    "loaded after a number of the store": [
+        (
+            SEEDED,
+            f"{STORE}{SAVES}store.add('saved', 1)\n"
+            f"else:\n    while store.add('saved', 0) < 1:\n        pass\n    {LOADS}",
+        )
     ],
     "the order of a sorted set": [
         (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),
