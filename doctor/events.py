@@ -23,7 +23,8 @@ FIELDS = {
     "part": "",  # a group of some of the processes was made, or a mesh of two axes
     # These ranks compute one model together: of: "layer", parts of each, or "pipeline", its stages
     "together": "of ranks",
-    "join": "",  # torch's Join(): parts of unlike length are meant
+    "join": "",  # torch's Join() begins: parts of unlike length are meant
+    "joined": "",  # it has ended
     "spawns": "",  # a process of the launcher is about to start processes of its own
     "asks": "told",  # the script asked whether there is a GPU; told: that there is one
     "names a gpu": "",  # the first line that did so where there is none

@@ -124,11 +124,12 @@ def read_too_early(run):
 
 @judge("run", NOT_THE_SAME, certain=True, explains=["weights"])
 def steps_differ(run):
-    """Certain where all have ended well: each process steps for itself."""
+    """Certain where all have ended well, and outside of Join(): each process steps for itself."""
     if any(process.end["error"] != "" for process in run):
         return None
-    for name in dict.fromkeys(step["optimizer"] for process in run for step in process.of("step")):
-        steps = [[s for s in process.of("step") if s["optimizer"] == name] for process in run]
+    outside = [[s for part in process.parts("step")[::2] for s in part] for process in run]
+    for name in dict.fromkeys(step["optimizer"] for steps in outside for step in steps):
+        steps = [[s for s in of_one if s["optimizer"] == name] for of_one in outside]
         counts = [*map(len, steps)]
         if len({*counts}) > 1:
             line = max(steps, key=len)[-1]["line"]

@@ -33,7 +33,9 @@ def install(torch):
     wrap(dist, "init_process_group", joins, joined, waits="init_process_group")
     wrap(dist, "new_group", after=new_group, waits="new_group")
     wrap(dist.device_mesh.DeviceMesh, "__init__", after=mesh, waits="the constructor of DeviceMesh")
-    wrap(dist.algorithms.join.Join, "__enter__", before=lambda self: note("join"))
+    joins_uneven = dist.algorithms.join.Join
+    wrap(joins_uneven, "__enter__", before=lambda self: note("join"))
+    wrap(joins_uneven, "__exit__", after=lambda *_: note("joined"))
     for name in [*TELLS, *HEARS]:
         if hasattr(dist.Store, name):
             wrap_store(dist.Store, name)

@@ -1,5 +1,7 @@
 """What the doctor has seen is told: each certain fact, on a small script with one edit."""
 
+import textwrap
+
 import pytest
 from conftest import each
 
@@ -67,6 +69,24 @@ DROPOUT = ("torch.nn.ReLU()", "torch.nn.Dropout()")
 SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
 
 PARTS = "    parts = [torch.zeros(1) for _ in range(2)]\n    work = dist.all_gather(parts, correct"
+# Processes have 5 and 3 batches.
+LOOP = RIGHT.partition("    for step, ")[2].partition("    scheduler.step()")[0]
+JOIN = [
+    ("import random\n", "import random\nfrom torch.distributed.algorithms.join import Join\n"),
+    (
+        "sampler = DistributedSampler(data, drop_last=True)",
+        "sampler = DistributedSampler(range(40 - 16 * rank), 1, 0)\n"
+        "mine = torch.utils.data.Subset(data, range(40) if rank == 0 else range(40, 64))",
+    ),
+    (
+        "loader = DataLoader(data, 8, sampler=sampler)",
+        "loader = DataLoader(mine, 8, sampler=sampler)",
+    ),
+    (
+        f"    for step, {LOOP}",
+        f"    with Join([model]):\n{textwrap.indent('    for step, ' + LOOP, '    ')}",
+    ),
+]
 SEEDED = "torch.manual_seed(rank)\noptimizer"
 STORE = "store = dist.PrefixStore('of', dist.distributed_c10d._get_default_store())\n"
 SAVES = "if rank == 0:\n    torch.save(net.state_dict(), 'first.pth')\n    "
@@ -326,6 +346,26 @@ SEEN = {
         "it may be read before another process has saved it",
         "torch.load",
     ),
+    "a schedule in Join": (
+        [
+            *JOIN,
+            ("    scheduler.step()\n    net.eval", "    net.eval"),
+            (
+                "            optimizer.step()",
+                "            optimizer.step()\n            scheduler.step()",
+            ),
+            ("StepLR(optimizer, 1)", "StepLR(optimizer, 4)"),
+        ],
+        True,
+        "the learning rates differ",
+        "scheduler.step()",
+    ),
+    "step on rank 0 beside Join": (
+        [*JOIN, ("    net.eval()", "    if rank == 0:\n        optimizer.step()\n    net.eval()")],
+        True,
+        "the processes make 2 and 0 steps",
+        "optimizer.step()",
+    ),
     "the order of a set": (
         [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
         False,  # these processes are forks of one
@@ -439,6 +479,7 @@ RIGHT_TOO = {
             f"else:\n    while store.add('saved', 0) < 1:\n        pass\n    {LOADS}",
         )
     ],
+    "more batches in Join": JOIN,
     "the order of a sorted set": [
         (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),
     ],
