@@ -91,6 +91,7 @@ SEEDED = "torch.manual_seed(rank)\noptimizer"
 STORE = "store = dist.PrefixStore('of', dist.distributed_c10d._get_default_store())\n"
 SAVES = "if rank == 0:\n    torch.save(net.state_dict(), 'first.pth')\n    "
 LOADS = f"net.load_state_dict(torch.load('first.pth'))\n{SEEDED}"
+SAVE = "torch.save(net.state_dict(), 'last.pth')"
 SPLIT = [
     ("sampler = DistributedSampler(data,", "sampler = DistributedSampler(range(48),"),
     ("sampler=range(rank, 64, 2))", "sampler=range(48 + rank, 64, 2))"),
@@ -366,6 +367,28 @@ SEEN = {
         "the processes make 2 and 0 steps",
         "optimizer.step()",
     ),
+    "saved by turns": (
+        [
+            (
+                REDUCE,
+                f"{REDUCE}\n    if rank == epoch % 2:\n        {SAVE}\n    dist.barrier()",
+            )
+        ],
+        False,
+        "2 processes write last.pth",
+        "torch.save(",
+    ),
+    "saved by turns without a barrier": (
+        [
+            (
+                REDUCE,
+                f"{REDUCE}\n    for turn in range(2):\n        if rank == turn:\n            {SAVE}",
+            )
+        ],
+        True,
+        "2 processes write last.pth",
+        "torch.save(",
+    ),
     "the order of a set": (
         [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
         False,  # these processes are forks of one
@@ -480,6 +503,28 @@ RIGHT_TOO = {
         )
     ],
     "more batches in Join": JOIN,
+    "the order of one name": [
+        (
+            REDUCE,
+            f"{SUMS}    for name in {{'right'}}:\n        dist.all_reduce(sums[name])\n"
+            "    del sums['all']\n    [dist.all_reduce(sums[name]) for name in {*sums}]\n"
+            "    for name in set(sums):\n        dist.all_reduce(sums[name])\n    correct /= 4",
+        ),
+    ],
+    "the order of numbers": [
+        (
+            REDUCE,
+            "    def add_up(numbers):\n        [dist.all_reduce(correct) for number in numbers]\n"
+            f"    add_up({{3, 7}})\n    correct /= 4\n{REDUCE}",
+        ),
+    ],
+    "saved to no file": [
+        (
+            REDUCE,
+            f"{REDUCE}\n    with open('/dev/null', 'wb') as null:\n"
+            "        torch.save(net.state_dict(), null)\n    torch.save(net.state_dict(), null.name)",
+        ),
+    ],
     "the order of a sorted set": [
         (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),
     ],
