@@ -49,8 +49,10 @@ FIELDS = {
     # ---- Models
     "wrap": "frozen",  # DDP has wrapped a model; frozen: names of weights without a gradient
     "synced": "",  # SyncBatchNorm was asked for, where there is no GPU
-    # training: its mode; modes: see models.modes(); sends: DDP sends its buffers before
-    "forward": "trains training wrapped modes sends",
+    # training: its mode; modes: see models.modes(); sends: DDP sends its buffers before; synced: it
+    # averages the gradients, None without DDP; given: sums of what the model is given, in the first
+    # passes, or None
+    "forward": "trains training wrapped modes sends synced given",
     "backward": "",
     # The first pass of a model without gradients since a step that was looked at: sums of its
     # tensors by name.

@@ -14,12 +14,21 @@ REDUCING |= {"all_gather_object", "gather_object"}
 
 @judge("validated", "each-process-makes-its-own-split", certain=True, explains=["items"])
 def own_split(row, run):
-    """Certain, for in one process no item is in both parts."""
+    """Certain where they train one model, for in one process no item is in both parts.
+
+    Else a hint, for each may have a model of its own, as for the folds of a cross-validation.
+    """
     trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
     both = set.union(*trained) & set.union(*validated)
     if both and not any(a & b for a, b in zip(trained, validated, strict=True)):
         text = say("{count} items that one process validates, another trains with", count=len(both))
-        return Finding(row[0]["made"], text)
+        return Finding(row[0]["made"], text, certain=train_one_model(run))
+
+
+def train_one_model(run):
+    """Whether DDP or FSDP does it, or gradients are averaged."""
+    sums = any(event["gradients"] for process in run for event in process.of("collective"))
+    return sums or run.noted("wrap", "shards")
 
 
 def items_of(process, what):
@@ -192,14 +201,14 @@ def own_batchnorm(row, run):
 
 @judge("validates", "doctor.md#the-weights-differ", certain=True, general="weights")
 def other_model(row, run):
-    """Certain where what several models have got right is added up."""
+    """Certain where what several models have got right is added up, and one is trained."""
     of_all = [[one for one in p.passes if one["validated"]] for p in run]
     together = all(of_all) and added_up(of_all[0][0], run[0])
     same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
     if differ(row, "weights") and same and not row[0]["wrapped"]:
         name = next(n for n in row[0]["weights"] if len({e["weights"][n] for e in row}) > 1)
         text = say("{name} of the model that is validated differs between the processes", name=name)
-        return Finding(row[0]["line"], text, certain=together)
+        return Finding(row[0]["line"], text, certain=together and train_one_model(run))
 
 
 @judge("validates", "doctor.md#the-processes-do-not-do-the-same", certain=True)

@@ -79,8 +79,10 @@ def of_strings(file, frame):
 
 
 def value_of(node, frame):
-    """What a name holds, or an attribute of one; a set if it is written as one: SEVERAL, unless
-    it is known to have one item."""
+    """What a name holds, or an attribute of one; of a set that is written there: SEVERAL, or one.
+
+    A set of one item has one order.
+    """
     if isinstance(node, ast.Starred):
         return value_of(node.value, frame)
     if isinstance(node, ast.Set):

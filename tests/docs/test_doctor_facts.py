@@ -91,6 +91,39 @@ SEEDED = "torch.manual_seed(rank)\noptimizer"
 STORE = "store = dist.PrefixStore('of', dist.distributed_c10d._get_default_store())\n"
 SAVES = "if rank == 0:\n    torch.save(net.state_dict(), 'first.pth')\n    "
 LOADS = f"net.load_state_dict(torch.load('first.pth'))\n{SEEDED}"
+STREAM = [
+    (
+        "sampler = DistributedSampler(data, drop_last=True)",
+        "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n"
+        "        return iter(data)",
+    ),
+    ("loader = DataLoader(data, 8, sampler=sampler)", "loader = DataLoader(Stream(), 8)"),
+    ("    sampler.set_epoch(epoch)\n", ""),
+]
+MICRO = [
+    ("import copy\n", "import contextlib\nimport copy\n"),
+    (
+        f"{FORWARD}.nn.functional.cross_entropy(model(images), target)\n"
+        "        optimizer.zero_grad()\n        loss.backward()\n",
+        """        parts, last = [*zip(images.split(2), target.split(2))], 3
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(parts):
+            with contextlib.nullcontext() if i == last else model.no_sync():
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+""",
+    ),
+]
+FOLDS = [
+    (
+        "sampler = DistributedSampler(data, drop_last=True)",
+        "fold = torch.utils.data.Subset(data, range(rank * 32, rank * 32 + 32))\n"
+        "sampler = range(32 - rank * 32, 64 - rank * 32)",
+    ),
+    ("    sampler.set_epoch(epoch)\n", ""),
+    ("DataLoader(data, 8, sampler=range(rank, 64, 2))", "DataLoader(fold, 8)"),
+    (WRAP, "model = net"),
+    ("del model\n", ""),
+]
 SAVE = "torch.save(net.state_dict(), 'last.pth')"
 SPLIT = [
     ("sampler = DistributedSampler(data,", "sampler = DistributedSampler(range(48),"),
@@ -382,12 +415,48 @@ SEEN = {
         [
             (
                 REDUCE,
-                f"{REDUCE}\n    for turn in range(2):\n        if rank == turn:\n            {SAVE}",
+                f"{REDUCE}\n    for i in range(2):\n        if rank == i:\n            {SAVE}",
             )
         ],
         True,
         "2 processes write last.pth",
         "torch.save(",
+    ),
+    "the whole stream": (
+        STREAM,
+        True,
+        "each process reads the whole stream",
+        "loader = DataLoader(Stream(), 8)",
+    ),
+    "a part of each batch of a stream": (
+        [*STREAM, ("(images), target)", "(images[rank::2]), target[rank::2])")],
+        False,
+        "each process reads the whole stream",
+        "loader = DataLoader(Stream(), 8)",
+    ),
+    "a step of several parts is left out": (
+        [
+            *MICRO,
+            (
+                "        for i, ",
+                "        if rank and step == 1:\n            continue\n        for i, ",
+            ),
+        ],
+        True,
+        "of 4 batches the processes train with 16 and 12",
+        "in enumerate(loader)",
+    ),
+    "a model of each process": (
+        FOLDS,
+        False,
+        "64 items that one process validates, another trains with",
+        "val_loader = ",
+    ),
+    "a split of each process": (
+        FOLDS[:3],
+        True,
+        "64 items that one process validates, another trains with",
+        "val_loader = ",
     ),
     "the order of a set": (
         [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
@@ -522,8 +591,13 @@ RIGHT_TOO = {
         (
             REDUCE,
             f"{REDUCE}\n    with open('/dev/null', 'wb') as null:\n"
-            "        torch.save(net.state_dict(), null)\n    torch.save(net.state_dict(), null.name)",
+            "        torch.save(optimizer.state_dict(), null)\n    torch.save(data, null.name)",
         ),
+    ],
+    "parts of a step of another number": [
+        *MICRO,
+        ("enumerate(parts)", "enumerate(parts[-1:] if rank == 0 else parts)"),
+        ("target.split(2))], 3", "target.split(2))], 3 * rank"),
     ],
     "the order of a sorted set": [
         (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),
