@@ -42,7 +42,8 @@ FIELDS = {
     # A process sends to another one, or has got what it sends; peer: its rank, or None if not known
     "sends": "peer",
     "receives": "peer",
-    "store": "name keys",  # a method of a Store, as TCPStore's get()
+    # A method of a Store, as TCPStore's get(). hears: it may wait until another process tells it
+    "store": "keys tells hears",
     "sum read": "",  # the result of an all_reduce() at this line was read, too
     "gradient": "one",  # a backward pass went through what all_reduce() changed in place
     "unwaited": "read",  # async_op=True, and read (or never) before wait() was called

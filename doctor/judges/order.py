@@ -4,8 +4,6 @@ import math
 
 # In which a process meets all others.
 MEETS = ("group", "wrap", "collective", "backward")
-TELLS = {"set", "add", "append", "compare_set", "multi_set", "queue_push", "barrier"}
-HEARS = {"get", "wait", "multi_get", "queue_pop", "check", "add", "compare_set", "barrier"}
 
 
 def in_order(links, one, other):
@@ -40,10 +38,10 @@ def links(run):
         found[a] += [(one["place"], b, other["place"]) for one, other in [*met, *sent]]
         heard = {}
         for event in reversed(run[b].of("store")):
-            if event["name"] in HEARS:
+            if event["hears"]:
                 heard |= {last(key): event["place"] for key in event["keys"]}
         for event in run[a].of("store"):
-            keys = {*map(last, event["keys"])} if event["name"] in TELLS else set()
+            keys = {*map(last, event["keys"])} if event["tells"] else set()
             found[a] += [(event["place"], b, heard[key]) for key in keys & heard.keys()]
     return found
 

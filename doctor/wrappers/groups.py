@@ -1,6 +1,8 @@
 """Process groups: when a process joins one, whether some make one of their own; their stores."""
 
+import collections
 import os
+import threading
 
 from ..events import RECORD, note
 from . import processes, wrap
@@ -8,6 +10,8 @@ from . import processes, wrap
 # Methods of a Store, through which a process tells others something, or waits for it.
 TELLS = "set add append compare_set multi_set queue_push barrier".split()
 HEARS = "get wait multi_get queue_pop check".split()
+BOTH = "add compare_set barrier".split()
+told = collections.Counter()  # {(method, whether it only hears, keys): calls}
 
 
 def install(torch):
@@ -42,17 +46,22 @@ def install(torch):
 
 
 def wrap_store(store, name):
-    def noted(key=(), *_, keys=(), **__):
-        key = [key] if isinstance(key, str) else [*(key or keys)]
-        again = name, key, getattr(RECORD, "count", 0)
-        if noted.last != again:  # not each call of a loop that waits so
-            note("store", name=name, keys=key)
-            noted.last = name, key, getattr(RECORD, "count", 0)
+    def noted(*args, key=None, keys=(), amount=None, **_):
+        key, *more = [key or keys, amount] if key or keys else args
+        hears = name in HEARS or (name == "add" and 0 in more[:1])
+        keys = (key,) if isinstance(key, str) else tuple(key)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        told[name, hears, keys] += 1
+        # In a loop that waits so, or says that it lives, it stands still all the same.
+        if told[name, hears, keys] <= (1 if hears else 100):
+            note("store", keys=keys, tells=not hears, hears=hears or name in BOTH)
+
+    def before(self, *args, **kwargs):
+        noted(*args, **kwargs)
 
     def after(result, self, *args, **kwargs):
         if result is not False:  # of check()
             noted(*args, **kwargs)
 
-    noted.last = None
-    tells = name in TELLS
-    wrap(store, name, *((lambda self, *a, **k: noted(*a, **k), None) if tells else (None, after)))
+    wrap(store, name, *((None, after) if name in HEARS else (before, None)))

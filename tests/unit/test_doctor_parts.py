@@ -226,6 +226,23 @@ def test_who_did_not_come_to_a_validation_is_not_said_to_leave_out_its_part():
     assert found.text == "2 of 4 items are never validated" and found.certain
 
 
+def test_a_word_that_is_passed_on_orders_a_save_and_a_load():
+    """From rank 0 by a message to rank 1, and from there through a store to rank 2."""
+    file = {"path": "/x/first.pth"}
+    sends, receives = ("sends", {"peer": 1}), ("receives", {"peer": 0})
+    tells = ("store", {"keys": ["of/saved"], "tells": True, "hears": False})
+    hears = ("store", {"keys": ["saved"], "tells": False, "hears": True})
+    passes_on, loads = process(receives, tells), process(hears, ("load", file))
+    saves = process(("save", file), sends)
+    assert steps.read_too_early(Run([saves, passes_on, loads])) is None
+    for wrong in (
+        [saves, process(tells, receives), loads],
+        [process(sends, ("save", file)), passes_on, loads],
+    ):
+        found = steps.read_too_early(Run(wrong))
+        assert found.text.startswith("it may be read before another process has saved it")
+
+
 def test_who_failed_before_it_joined_a_group_is_told_where_no_rank_failed():
     """As where mp.spawn starts two processes, each of which is told that it is the only one."""
     raised = "RuntimeError: rank < size. 1 vs 1"
