@@ -23,7 +23,8 @@ FIELDS = {
     "part": "",  # a group of some of the processes is used, or a mesh of two axes was made
     # These ranks compute one model together: of: "layer", parts of each, or "pipeline", its stages
     "together": "of ranks",
-    "join": "",  # torch's Join(): parts of unlike length are meant
+    "join": "",  # torch's Join() begins: parts of unlike length are meant
+    "joined": "",  # it has ended
     "spawns": "",  # a process of the launcher is about to start processes of its own
     "asks": "told",  # the script asked whether there is a GPU; told: that there is one
     "names a gpu": "",  # the first line that did so where there is none
@@ -38,14 +39,21 @@ FIELDS = {
     # that has read what such a small tensor held, or None; set: the line of a loop over a set of
     # strings, in which it is called, or None
     "collective": "name shape number changes gradients whole known set",
+    # A process sends to another one, or has got what it sends; peer: its rank, or None if not known
+    "sends": "peer",
+    "receives": "peer",
+    # A method of a Store, as TCPStore's get(). hears: it may wait until another process tells it
+    "store": "keys tells hears",
     "sum read": "",  # the result of an all_reduce() at this line was read, too
     "gradient": "one",  # a backward pass went through what all_reduce() changed in place
     "unwaited": "read",  # async_op=True, and read (or never) before wait() was called
     # ---- Models
     "wrap": "frozen",  # DDP has wrapped a model; frozen: names of weights without a gradient
     "synced": "",  # SyncBatchNorm was asked for, where there is no GPU
-    # training: its mode; modes: see models.modes(); sends: DDP sends its buffers before
-    "forward": "trains training wrapped modes sends",
+    # training: its mode; modes: see models.modes(); sends: DDP sends its buffers before; synced: it
+    # averages the gradients, None without DDP; given: sums of what the model is given, in the first
+    # passes, or None
+    "forward": "trains training wrapped modes sends synced given",
     "backward": "",
     # The first pass of a model without gradients since a step that was looked at: sums of its
     # tensors by name.
@@ -66,11 +74,12 @@ FIELDS = {
     "seed": "seed",
     # ---- Data
     # A pass over a DataLoader. number: of the pass; made, sampler: the lines where the loader and
-    # its sampler were made; batches, length, size: lengths of the loader, the sampler, the data,
-    # None of a stream; classes: names by number, or None; padding: how many items the sampler
-    # repeats; trims: Accelerate cuts those off; drops: drop_last; the others are the sampler's.
-    "pass": "number made batches workers size sampler length seed epoch rank num_replicas shuffle "
-    "padding trims drops stream classes",
+    # its sampler were made; batches, length, size, base: lengths of the loader, the sampler, the
+    # data, and of what is below all Subsets, None of a stream; classes: names by number, or None;
+    # padding: how many items the sampler repeats; trims: Accelerate cuts those off; drops:
+    # drop_last; the others are the sampler's.
+    "pass": "number made batches workers size base sampler length seed epoch rank num_replicas "
+    "shuffle padding trims drops stream classes",
     # items: [name, sum of the label, sum of the image] each; grad: read with gradients enabled
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass

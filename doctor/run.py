@@ -26,6 +26,16 @@ class Process:
     def of(self, *kinds):
         return [event for event in self.events if event["kind"] in kinds]
 
+    def parts(self, kind):
+        """Those of a kind, outside of Join() and in it by turns: [outside, inside, outside]"""
+        found = [[]]
+        for event in self.of(kind, "join", "joined"):
+            if event["kind"] == kind:
+                found[-1].append(event)
+            else:
+                found.append([])
+        return found
+
     @property
     def end(self):
         """Its end, with error None if it has none: it was ended from outside."""
@@ -45,8 +55,9 @@ class Run(list):
         self.faults = [event["error"] for process in self for event in process.of("fault")]
 
     def rows(self, kind):
-        """The n-th events of a kind in all processes."""
-        return list(zip(*(process.of(kind) for process in self), strict=False))
+        """The n-th events of a kind in all processes; of each Join(), where some have more."""
+        parts = zip(*(process.parts(kind) for process in self), strict=False)
+        return [row for part in parts for row in zip(*part, strict=False)]
 
     def rounds(self, what):
         """The same pass over a loader in all processes: those with one.trained or .validated."""

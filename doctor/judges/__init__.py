@@ -90,6 +90,7 @@ def findings(runs, others=()):
     from . import (  # noqa: F401 - fill JUDGES
         data,
         ending,
+        missing,
         recorded,
         saving,
         steps,

@@ -29,11 +29,16 @@ def reads_all(row, run):
 
 @judge("trained", "every-process-reads-the-whole-stream", certain=True)
 def reads_the_stream(row, run):
-    """Certain where its batches are not all alike."""
+    """Certain where its batches are not all alike, and are given to the model.
+
+    Else a hint: a process may take its part of each batch.
+    """
     several = len({*names(row[0])}) > 1
     if several and row[0]["length"] is None and not differ(row, "items"):
+        given = [one["forward"] and one["forward"]["given"] for one in row]
         text = say("each process reads the whole stream: __iter__ must give it a part")
-        return Finding(row[0]["made"], text)
+        same = bool(given[0]) and all(one == given[0] for one in given)
+        return Finding(row[0]["made"], text, certain=same)
 
 
 @judge("trained", "local-rank-in-the-sampler", certain=True)
@@ -137,11 +142,25 @@ def uneven_parts(row, run):
 
 @judge("trained", "a-branch-that-depends-on-a-processs-own-data", certain=True, explains=["hang"])
 def skipped(row, run):
-    """Certain for a model of DDP: its processes pair their gradients by number, not by batch."""
+    """Certain for a model of DDP: its processes pair their gradients by number, not by batch.
+
+    Those of no_sync() are not sent: of them a step may have any number.
+    """
     if run.noted("wrap") and not differ(row, "read") and differ(row, "backwards"):
+        if in_parts(run):
+            return None
         text = say(
             "of {all} batches the processes train with {some}",
             all=row[0]["read"],
             some=each(row, "backwards"),
         )
         return Finding(row[0]["line"], text)
+
+
+def in_parts(run):
+    """Whether some forward passes are in no_sync(), and each process has as many that are not."""
+    passes = [[e for e in p.of("forward") if e["trains"] and e["synced"] is not None] for p in run]
+    sent = [sum(event["synced"] for event in of_one) for of_one in passes]
+    return max(sent) == min(sent) and any(
+        n < len(of_one) for n, of_one in zip(sent, passes, strict=True)
+    )

@@ -2,9 +2,11 @@
 
 import os
 from collections import defaultdict
+from itertools import combinations
 
 from ..words import listed, say
 from . import Finding, judge
+from .order import in_order, links
 
 
 @judge("save", "the-wrapped-model-is-saved", certain=False)
@@ -17,21 +19,23 @@ def wrapped_saved(row, run):
 
 @judge("run", "every-process-saves", certain=True)
 def all_save(run):
-    """Certain, for it is one path."""
-    writers = defaultdict(dict)
-    for process in run:
-        local = process.of("group")[0]["local"]
+    """Certain, for it is one path. A hint where they write it by turns, with a barrier between."""
+    writers, known = defaultdict(list), links(run)
+    for rank, process in enumerate(run):
         for save in process.of("save"):
-            writers[save["path"]][id(process)] = (local, save["line"])
+            writers[save["path"]].append((rank, save))
     for path, by in writers.items():
-        if not path or len(by) < 2:
+        last = dict(by)  # of each rank
+        if not path or len(last) < 2:
             continue
-        locals_, lines = zip(*by.values(), strict=True)
-        text = writers_of(len(by), [path])
-        if {*locals_} == {"0"}:
+        line = next(iter(last.values()))["line"]
+        text = writers_of(len(last), [path])
+        if all(a[0] == b[0] or in_order(known, a, b) for a, b in combinations(by, 2)):
+            return Finding(line, text, certain=False)
+        if {run[rank].of("group")[0]["local"] for rank in last} == {"0"}:
             place = "local-rank-0-is-taken-for-rank-0"
-            return Finding(lines[0], say("{text}, as local rank 0", text=text), place)
-        return Finding(lines[0], text)
+            return Finding(line, say("{text}, as local rank 0", text=text), place)
+        return Finding(line, text)
 
 
 @judge("run", "every-process-saves", certain=False)

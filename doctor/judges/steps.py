@@ -5,6 +5,7 @@ import re
 from ..run import differ, each
 from ..words import both, say
 from . import Finding, judge
+from .order import MEETS, in_order, links
 
 # In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
 # of the plain model, B a backward. The line is that of the letter in brackets.
@@ -103,29 +104,32 @@ def read_too_early(run):
     """Certain where nothing that waits is between the two."""
 
     def calls(process, event):  # in which it has met the others
-        meets = ("group", "wrap", "collective", "backward")
-        return sum(e["kind"] in meets for e in process.events[: event["place"]])
+        return sum(e["kind"] in MEETS for e in process.events[: event["place"]])
 
-    pairs = [(a, b) for a in run for b in run if a is not b]
-    for writer, reader, save in ((a, b, save) for a, b in pairs for save in a.of("save")):
-        for load in reader.of("load"):
+    known, all_ranks = links(run), range(len(run))
+    saves = [(rank, save) for rank in all_ranks for save in run[rank].of("save")]
+    for a, save, b in ((a, save, b) for a, save in saves for b in all_ranks if b != a):
+        for load in run[b].of("load"):
             same = save["path"] and load["path"] == save["path"]
-            if same and calls(writer, save) == calls(reader, load):
+            alike = same and calls(run[a], save) == calls(run[b], load)
+            if alike and not in_order(known, (a, save), (b, load)):
                 text = say(
                     "it may be read before another process has saved it ({line}): no barrier() "
                     "is between",
                     line=save["line"],
                 )
                 return Finding(load["line"], text)
+    return None
 
 
 @judge("run", NOT_THE_SAME, certain=True, explains=["weights"])
 def steps_differ(run):
-    """Certain where all have ended well: each process steps for itself."""
+    """Certain where all have ended well, and outside of Join(): each process steps for itself."""
     if any(process.end["error"] != "" for process in run):
         return None
-    for name in dict.fromkeys(step["optimizer"] for process in run for step in process.of("step")):
-        steps = [[s for s in process.of("step") if s["optimizer"] == name] for process in run]
+    outside = [[s for part in process.parts("step")[::2] for s in part] for process in run]
+    for name in dict.fromkeys(step["optimizer"] for steps in outside for step in steps):
+        steps = [[s for s in of_one if s["optimizer"] == name] for of_one in outside]
         counts = [*map(len, steps)]
         if len({*counts}) > 1:
             line = max(steps, key=len)[-1]["line"]

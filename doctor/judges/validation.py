@@ -14,12 +14,21 @@ REDUCING |= {"all_gather_object", "gather_object"}
 
 @judge("validated", "each-process-makes-its-own-split", certain=True, explains=["items"])
 def own_split(row, run):
-    """Certain, for in one process no item is in both parts."""
+    """Certain where they train one model, for in one process no item is in both parts.
+
+    Else a hint, for each may have a model of its own, as for the folds of a cross-validation.
+    """
     trained, validated = ([items_of(p, what) for p in run] for what in ("trained", "validated"))
     both = set.union(*trained) & set.union(*validated)
     if both and not any(a & b for a, b in zip(trained, validated, strict=True)):
         text = say("{count} items that one process validates, another trains with", count=len(both))
-        return Finding(row[0]["made"], text)
+        return Finding(row[0]["made"], text, certain=train_one_model(run))
+
+
+def train_one_model(run):
+    """Whether DDP or FSDP does it, or gradients are averaged."""
+    sums = any(event["gradients"] for process in run for event in process.of("collective"))
+    return sums or run.noted("wrap", "shards")
 
 
 def items_of(process, what):
@@ -135,34 +144,6 @@ def labels_of(passes):
     return {int(float(label)) for label in labels} if whole and len(labels) <= 1000 else set()
 
 
-@judge("run", ONCE, certain=True, general="items")
-def never_validated(run):
-    """Certain where parts, or drop_last, leave items out of a pass that was read to its end.
-
-    A hint for the loader that it trains with.
-    """
-    for passes in validations(run):
-        size = passes[0]["size"]
-        if not size or any(one["stream"] or one["cut"] or not one["whole"] for one in passes):
-            continue
-        if len({one["size"] for one in passes}) > 1:  # each process has a part as a data set
-            continue
-        if len(passes) < len(run) and not all(process.of("end") for process in run):
-            continue  # the run stopped before the others have read their parts
-        seen = times_seen(passes, parts=3)
-        parted = any(one["length"] is not None and one["length"] < size for one in passes)
-        if len(seen) < size and (parted or any(one["drops"] for one in passes)):
-            never = size - len(seen)
-            text = say("{never} of {size} items are never validated", never=never, size=size)
-            if passes[0]["drops"]:
-                text = say("{text}: drop_last=True", text=text)
-            # Those that it trains with, in an order that changes, are looked at for an estimate.
-            trains = any(
-                one["trained"] and loader(one) == loader(passes[0]) for one in run[0].passes
-            )
-            return Finding(passes[0]["line"], text, certain=not trains)
-
-
 @judge("validated", ONCE, certain=True, general="items")
 def validated_twice(row, run):
     """Certain where numbers of parts are added up that overlap by more than a padding."""
@@ -176,23 +157,6 @@ def validated_twice(row, run):
             "{twice} of {count} validated items count several times", twice=twice, count=len(seen)
         )
         return Finding(row[0]["made"], text)
-
-
-def loader(one):
-    """Where it was made, and the number of its data set."""
-    return one["made"], one["items"][0][0].partition(":")[0]
-
-
-def validations(run):
-    """The n-th validations of one line, in those processes that have one."""
-    lines = defaultdict(list)
-    for process in run:
-        counts = defaultdict(int)
-        for one in process.passes:
-            if one["validated"]:
-                lines[one["line"], counts[one["line"]]].append(one)
-                counts[one["line"]] += 1
-    return lines.values()
 
 
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=False)
@@ -237,7 +201,7 @@ def own_batchnorm(row, run):
 
 @judge("validates", "doctor.md#the-weights-differ", certain=True, general="weights")
 def other_model(row, run):
-    """Certain where what several models have got right is added up."""
+    """Certain where what several models have got right is added up, and one is trained."""
     of_all = [[one for one in p.passes if one["validated"]] for p in run]
     together = all(of_all) and added_up(of_all[0][0], run[0])
     same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
@@ -247,7 +211,7 @@ def other_model(row, run):
     if differ(row, "weights") and same and not told:
         name = next(n for n in row[0]["weights"] if len({e["weights"][n] for e in row}) > 1)
         text = say("{name} of the model that is validated differs between the processes", name=name)
-        return Finding(row[0]["line"], text, certain=together)
+        return Finding(row[0]["line"], text, certain=together and train_one_model(run))
 
 
 @judge("validates", "doctor.md#the-processes-do-not-do-the-same", certain=True)

@@ -81,7 +81,7 @@ def forget(self):
 
 
 def begin(iterator, self):
-    from torch.utils.data import IterableDataset
+    import torch
 
     sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
     size = length(self.dataset)
@@ -94,7 +94,8 @@ def begin(iterator, self):
         batches=length(self),
         workers=self.num_workers,
         size=size,
-        stream=isinstance(self.dataset, IterableDataset),
+        base=length(below_subsets(torch.utils.data, self.dataset)[0]),
+        stream=isinstance(self.dataset, torch.utils.data.IterableDataset),
         classes=classes_of(self.dataset),
         sampler=getattr(sampler, "doctors_line", self.doctors_line),
         length=length(sampler),
@@ -154,7 +155,13 @@ def got(torch, batch, self):
 
 def name_of(torch, dataset, index):
     """The name of an item: its data set's number, its index there."""
-    while isinstance(dataset, torch.utils.data.Subset):
-        dataset, index = dataset.dataset, dataset.indices[index]
+    dataset, index = below_subsets(torch.utils.data, dataset, index)
     number, _ = bases.setdefault(id(dataset), (len(bases), dataset))
     return f"{number}:{index}"
+
+
+def below_subsets(data, dataset, index=None):
+    """(the data set below all Subsets, the index of an item there)"""
+    while isinstance(dataset, data.Subset):
+        dataset, index = dataset.dataset, index if index is None else dataset.indices[index]
+    return dataset, index

@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import itertools
 import sys
 import weakref
 
@@ -17,6 +18,7 @@ inside = []  # models whose wrapped forward pass has begun, and not yet the plai
 validated = set()  # plain models that were validated since the last step, and in this pass
 running, kinds = set(), set()  # plain models whose forward pass runs; classes that are wrapped
 watched = weakref.WeakSet()  # plain models: of DDP, and those that train() or eval() was called on
+passes = itertools.count()  # of training
 changing = []  # the model whose train() runs: it calls that of its parts
 
 
@@ -46,9 +48,10 @@ def install(torch):
 
     def forward(self, *args, **kwargs):
         inside.append(self)
-        note_forward(self, "F" if self.require_backward_grad_sync else "f")
+        letter = "F" if self.require_backward_grad_sync else "f"
+        note_forward(self, letter, (args, kwargs))
 
-    def note_forward(model, letter):
+    def note_forward(model, letter, inputs):
         module = model.module
         event = note(
             "forward",
@@ -57,6 +60,8 @@ def install(torch):
             wrapped=True,
             modes=modes(module),
             sends=letter != "p" and model.will_sync_module_buffers(),
+            synced={"F": True, "f": False}.get(letter),
+            given=sums_of(inputs) if module.training and grads() else None,
         )
         if module.training and grads():
             ORDERS[MODELS.index(model)].append((letter, event["line"]))
@@ -69,11 +74,12 @@ def install(torch):
         if model in inside:
             inside.remove(model)
         elif model:
-            note_forward(model, "p")
+            note_forward(model, "p", (args, kwargs))
         elif grads():
             trains, mode = module.training, module.training
-            facts = {"wrapped": False, "modes": modes(module), "sends": False}
-            note("forward", trains=trains, training=mode, **facts)
+            facts = {"wrapped": False, "modes": modes(module), "sends": False, "synced": None}
+            given = sums_of((args, kwargs)) if trains else None
+            note("forward", trains=trains, training=mode, given=given, **facts)
         if grads() and module.training:
             validated.discard(module)
         elif not grads() and module not in validated:
@@ -110,6 +116,15 @@ def install(torch):
     wrap(Wrapper, "forward", before=forward, waits=FORWARD)
     wrap(torch.autograd, "backward", before=backward, waits="backward")
     wrap(torch.nn.Module, "train", before=mode_set, after=mode_was_set)  # eval() calls it
+
+
+def sums_of(inputs):
+    """The bits of each tensor that a model is given; None after the first passes: it takes time."""
+    if next(passes) >= 8:
+        return None
+    torch = sys.modules["torch"]
+    leaves = torch.utils._pytree.tree_leaves(inputs)
+    return [bits(one) for one in leaves if torch.is_tensor(one) and is_plain(one)]
 
 
 def note_validation(module, wrapped):

@@ -31,11 +31,15 @@ def writes(path):
 
 
 def path_of(file):
-    """The absolute path of what is given by a str, a Path or an open file; or None."""
+    """The absolute path of what is given by a str, a Path or an open file; or None.
+
+    None of a device, as os.devnull, too: it keeps nothing.
+    """
     name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
-    return (
-        os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else None
-    )
+    if not isinstance(name, (str, bytes, os.PathLike)):
+        return None
+    path = os.path.abspath(os.fsdecode(name))
+    return None if os.path.exists(path) and not os.path.isfile(path) else path
 
 
 def save(obj, f, *args, **kwargs):

@@ -61,6 +61,9 @@ SENTENCES = {
     "rank {rank} is at {line}": "rank {rank} 在 {line}",
     "{said}: will the timeout be longer?": "{said}：timeout 够长吗？",
     "{said}: all processes must call new_group()": "{said}：new_group() 要所有进程都调用",
+    # ---- missing.py
+    "{never} of {size} items are never validated": "{size} 条数据里有 {never} 条从来没有验证",
+    "{text}: drop_last=True": "{text}：drop_last=True",
     # ---- saving.py
     "{count} processes write {names}": "{count} 个进程都写 {names}",
     "{text}, as local rank 0": "{text}，因为它们都是 local rank 0",
@@ -160,8 +163,6 @@ SENTENCES = {
     "the labels are 0 to {last}, in training 0 to {other}: are they the same classes?": (
         "这里的标签是 0 到 {last}，训练里是 0 到 {other}：是同样的类别吗？"
     ),
-    "{never} of {size} items are never validated": "{size} 条数据里有 {never} 条从来没有验证",
-    "{text}: drop_last=True": "{text}：drop_last=True",
     "{twice} of {count} validated items count several times": (
         "验证的 {count} 条数据里，有 {twice} 条算了不止一次"
     ),

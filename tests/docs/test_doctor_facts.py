@@ -1,5 +1,7 @@
 """What the doctor has seen is told: each certain fact, on a small script with one edit."""
 
+import textwrap
+
 import pytest
 from conftest import each
 
@@ -72,6 +74,68 @@ with torch.no_grad():
 dist.all_reduce(correct)
 """
 SUMS = '    sums = {"right": correct, "all": torch.tensor([32.0])}\n'
+
+PARTS = "    parts = [torch.zeros(1) for _ in range(2)]\n    work = dist.all_gather(parts, correct"
+# Processes have 5 and 3 batches.
+LOOP = RIGHT.partition("    for step, ")[2].partition("    scheduler.step()")[0]
+JOIN = [
+    ("import random\n", "import random\nfrom torch.distributed.algorithms.join import Join\n"),
+    (
+        "sampler = DistributedSampler(data, drop_last=True)",
+        "sampler = DistributedSampler(range(40 - 16 * rank), 1, 0)\n"
+        "mine = torch.utils.data.Subset(data, range(40) if rank == 0 else range(40, 64))",
+    ),
+    (
+        "loader = DataLoader(data, 8, sampler=sampler)",
+        "loader = DataLoader(mine, 8, sampler=sampler)",
+    ),
+    (
+        f"    for step, {LOOP}",
+        f"    with Join([model]):\n{textwrap.indent('    for step, ' + LOOP, '    ')}",
+    ),
+]
+SEEDED = "torch.manual_seed(rank)\noptimizer"
+STORE = "store = dist.PrefixStore('of', dist.distributed_c10d._get_default_store())\n"
+SAVES = "if rank == 0:\n    torch.save(net.state_dict(), 'first.pth')\n    "
+LOADS = f"net.load_state_dict(torch.load('first.pth'))\n{SEEDED}"
+STREAM = [
+    (
+        "sampler = DistributedSampler(data, drop_last=True)",
+        "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n"
+        "        return iter(data)",
+    ),
+    ("loader = DataLoader(data, 8, sampler=sampler)", "loader = DataLoader(Stream(), 8)"),
+    ("    sampler.set_epoch(epoch)\n", ""),
+]
+MICRO = [
+    ("import copy\n", "import contextlib\nimport copy\n"),
+    (
+        f"{FORWARD}.nn.functional.cross_entropy(model(images), target)\n"
+        "        optimizer.zero_grad()\n        loss.backward()\n",
+        """        parts, last = [*zip(images.split(2), target.split(2))], 3
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(parts):
+            with contextlib.nullcontext() if i == last else model.no_sync():
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+""",
+    ),
+]
+FOLDS = [
+    (
+        "sampler = DistributedSampler(data, drop_last=True)",
+        "fold = torch.utils.data.Subset(data, range(rank * 32, rank * 32 + 32))\n"
+        "sampler = range(32 - rank * 32, 64 - rank * 32)",
+    ),
+    ("    sampler.set_epoch(epoch)\n", ""),
+    ("DataLoader(data, 8, sampler=range(rank, 64, 2))", "DataLoader(fold, 8)"),
+    (WRAP, "model = net"),
+    ("del model\n", ""),
+]
+SAVE = "torch.save(net.state_dict(), 'last.pth')"
+SPLIT = [
+    ("sampler = DistributedSampler(data,", "sampler = DistributedSampler(range(48),"),
+    ("sampler=range(rank, 64, 2))", "sampler=range(48 + rank, 64, 2))"),
+]
 
 
 def alone(line):
@@ -174,6 +238,22 @@ SEEN = {
         ],
         True,
         "32 of 64 items are never validated",
+        "in val_loader",
+    ),
+    "a part is validated": (
+        [("sampler=range(rank, 64, 2))", "sampler=range(rank, 16, 2))")],
+        False,  # it may be meant to look at no more
+        "48 of 64 items are never validated",
+        "in val_loader",
+    ),
+    "last batch dropped of a split by samplers": (
+        [
+            SPLIT[0],
+            ("sampler=range(rank, 64, 2))", "sampler=range(48 + rank, 64, 2), drop_last=True)"),
+        ]
+        + [("data, 8, sampler=range", "data, 5, sampler=range")],
+        True,
+        "6 of 64 items are never validated: drop_last=True",
         "in val_loader",
     ),
     "last batch dropped": (
@@ -326,6 +406,121 @@ SEEN = {
         "the result is read before wait() was called",
         "dist.all_reduce(correct, async_op=True)",
     ),
+    "a gathered number is read before wait": (
+        [
+            (
+                REDUCE,
+                f"{PARTS}, async_op=True)\n    correct += parts[0].item()\n    work.wait()",
+            )
+        ],
+        True,
+        "the result is read before wait() was called",
+        "dist.all_gather(parts",
+    ),
+    "loaded after a message that is sent too early": (
+        [
+            (
+                SEEDED,
+                f"flag = torch.zeros(1)\nif rank == 0:\n    dist.send(flag, 1)\n{SAVES}pass\n"
+                f"else:\n    dist.recv(flag, 0)\n    time.sleep(1)\n    {LOADS}",
+            ),
+            ("import random\n", "import random\nimport time\n"),
+        ],
+        True,
+        "it may be read before another process has saved it",
+        "torch.load",
+    ),
+    "loaded after another word of the store": (
+        [
+            (
+                SEEDED,
+                f"{STORE}store.set(f'here{{rank}}', '1')\nstore.wait(['here0', 'here1'])\n"
+                f"{SAVES}pass\nelse:\n    time.sleep(1)\n    {LOADS}",
+            ),
+            ("import random\n", "import random\nimport time\n"),
+        ],
+        True,
+        "it may be read before another process has saved it",
+        "torch.load",
+    ),
+    "a schedule in Join": (
+        [
+            *JOIN,
+            ("    scheduler.step()\n    net.eval", "    net.eval"),
+            (
+                "            optimizer.step()",
+                "            optimizer.step()\n            scheduler.step()",
+            ),
+            ("StepLR(optimizer, 1)", "StepLR(optimizer, 4)"),
+        ],
+        True,
+        "the learning rates differ",
+        "scheduler.step()",
+    ),
+    "step on rank 0 beside Join": (
+        [*JOIN, ("    net.eval()", "    if rank == 0:\n        optimizer.step()\n    net.eval()")],
+        True,
+        "the processes make 2 and 0 steps",
+        "optimizer.step()",
+    ),
+    "saved by turns": (
+        [
+            (
+                REDUCE,
+                f"{REDUCE}\n    if rank == epoch % 2:\n        {SAVE}\n    dist.barrier()",
+            )
+        ],
+        False,
+        "2 processes write last.pth",
+        "torch.save(",
+    ),
+    "saved by turns without a barrier": (
+        [
+            (
+                REDUCE,
+                f"{REDUCE}\n    for i in range(2):\n        if rank == i:\n            {SAVE}",
+            )
+        ],
+        True,
+        "2 processes write last.pth",
+        "torch.save(",
+    ),
+    "the whole stream": (
+        STREAM,
+        True,
+        "each process reads the whole stream",
+        "loader = DataLoader(Stream(), 8)",
+    ),
+    "a part of each batch of a stream": (
+        [*STREAM, ("(images), target)", "(images[rank::2]), target[rank::2])")],
+        False,
+        "each process reads the whole stream",
+        "loader = DataLoader(Stream(), 8)",
+    ),
+    "a step of several parts is left out": (
+        [
+            *MICRO,
+            (
+                "        for i, ",
+                "        if rank and step == 1:\n            continue\n        for i, ",
+            ),
+        ],
+        True,
+        "of 4 batches the processes train with 16 and 12",
+        "in enumerate(loader)",
+    ),
+    "a model of each process": (
+        FOLDS,
+        False,
+        "64 items that one process validates, another trains with",
+        "val_loader = ",
+    ),
+    "a split of each process": (
+        FOLDS[:3],
+        True,
+        "64 items that one process validates, another trains with",
+        "val_loader = ",
+    ),
     "the order of a set": (
         [(REDUCE, f"{SUMS}    for name in {{*sums}}:\n        dist.all_reduce(sums[name])")],
         False,  # these processes are forks of one
@@ -383,6 +578,89 @@ RIGHT_TOO = {
         (WRAP, f"{WRAP}\ndef forward(images):\n    return model(images)"),
         ("cross_entropy(model(images)", "cross_entropy(forward(images)"),
         ("(net(images)", "(forward(images)"),
+    ],
+    # One data set, divided into training and validation.
+    "split by samplers": SPLIT,
+    "split by samplers of images that are changed for training": [
+        *SPLIT,
+        (
+            "torch.manual_seed(0)\nnet",
+            "data = TensorDataset(data[:][0] + 1, data[:][1])\n"
+            "loader = DataLoader(data, 8, sampler=sampler)\ntorch.manual_seed(0)\nnet",
+        ),
+    ],
+    "a part is validated first, later all": [
+        (
+            "torch.manual_seed(0)\nnet",
+            "part = DataLoader(data, 8, sampler=range(rank, 16, 2))\ntorch.manual_seed(0)\nnet",
+        ),
+        ("in val_loader:", "in val_loader if epoch else part:"),
+    ],
+    "what is gathered and sent is read before wait": [
+        (
+            REDUCE,
+            f"{PARTS}, async_op=True)\n    print(correct.item())\n    work.wait()\n"
+            "    correct = sum(parts)\n    work = dist.broadcast(correct, src=0, async_op=True)\n"
+            "    if rank == 0:\n        print(correct.item())\n    work.wait()",
+        ),
+    ],
+    "a future's wait": [
+        (REDUCE, "    dist.all_reduce(correct, async_op=True).get_future().wait()"),
+    ],
+    "completed without wait": [
+        (
+            REDUCE,
+            "    work = dist.all_reduce(correct, async_op=True)\n"
+            "    while not work.is_completed():\n        pass\n    print(correct.item())",
+        ),
+    ],
+    "loaded after a message": [
+        (
+            SEEDED,
+            f"flag = torch.zeros(1)\n{SAVES}dist.send(flag, 1)\n"
+            f"else:\n    dist.recv(flag, src=0)\n    {LOADS}",
+        )
+    ],
+    "loaded after a word of the store": [
+        (
+            SEEDED,
+            f"{STORE}{SAVES}store.set('saved', '1')\nelse:\n    store.wait(['saved'])\n    {LOADS}",
+        )
+    ],
+    "loaded after a number of the store": [
+        (
+            SEEDED,
+            f"{STORE}{SAVES}store.add('saved', 1)\n"
+            f"else:\n    while store.add('saved', 0) < 1:\n        pass\n    {LOADS}",
+        )
+    ],
+    "more batches in Join": JOIN,
+    "the order of one name": [
+        (
+            REDUCE,
+            f"{SUMS}    for name in {{'right'}}:\n        dist.all_reduce(sums[name])\n"
+            "    del sums['all']\n    [dist.all_reduce(sums[name]) for name in {*sums}]\n"
+            "    for name in set(sums):\n        dist.all_reduce(sums[name])\n    correct /= 4",
+        ),
+    ],
+    "the order of numbers": [
+        (
+            REDUCE,
+            "    def add_up(numbers):\n        [dist.all_reduce(correct) for number in numbers]\n"
+            f"    add_up({{3, 7}})\n    correct /= 4\n{REDUCE}",
+        ),
+    ],
+    "saved to no file": [
+        (
+            REDUCE,
+            f"{REDUCE}\n    with open('/dev/null', 'wb') as null:\n"
+            "        torch.save(optimizer.state_dict(), null)\n    torch.save(data, null.name)",
+        ),
+    ],
+    "parts of a step of another number": [
+        *MICRO,
+        ("enumerate(parts)", "enumerate(parts[-1:] if rank == 0 else parts)"),
+        ("target.split(2))], 3", "target.split(2))], 3 * rank"),
     ],
     "the order of a sorted set": [
         (REDUCE, f"{SUMS}    for name in sorted({{*sums}}):\n        dist.all_reduce(sums[name])"),

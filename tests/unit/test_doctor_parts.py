@@ -14,7 +14,7 @@ from conftest import run as start
 from doctor import events, judges, launch, plan, report, wrappers
 from doctor.events import bits, bits_of_each
 from doctor.files import programs
-from doctor.judges import comparing, data, ending, saving, steps, training, validation  # noqa: F401
+from doctor.judges import comparing, data, ending, missing, saving, steps, training  # noqa: F401
 from doctor.run import Process, Run
 from doctor.wrappers import sets
 
@@ -215,16 +215,35 @@ def test_who_failed_before_a_validation_is_not_said_to_miss_it():
     assert found.line == "t.py:9"
 
 
-def test_of_a_run_that_hangs_a_part_may_not_have_been_validated_yet():
-    """Rank 1 waits in its training, while rank 0 has read its part of the items."""
-    facts = {"size": 4, "length": 2, "cut": False, "whole": True, "drops": False, "grad": False}
+def test_who_did_not_come_to_a_validation_is_not_said_to_leave_out_its_part():
+    """Rank 1 waits in its training, or has failed in it, while rank 0 has read its part."""
+    facts = {"size": 4, "base": 4, "length": 2, "num_replicas": 2, "drops": False, "grad": False}
     half = ("batch", facts | {"items": [["0:0", "1", "1"], ["0:2", "1", "1"]]})
     reads = [("pass", facts), half, ("over", facts)]
     trains = ("forward", {"trains": True})
-    hangs = Run([process(*reads, **facts), process(trains)])
-    assert validation.never_validated(hangs) is None
-    found = validation.never_validated(Run([process(*reads, "end", **facts), process("end")]))
-    assert found.text == "2 of 4 items are never validated"
+    well, failed = (("end", {"error": error}) for error in ("", "RuntimeError: closed by peer"))
+    for ends in ([], [failed]):
+        hangs = Run([process(*reads, *ends, **facts), process(trains, *ends)])
+        assert missing.never_validated(hangs) is None
+    found = missing.never_validated(Run([process(*reads, well, **facts), process(well)]))
+    assert found.text == "2 of 4 items are never validated" and found.certain
+
+
+def test_a_word_that_is_passed_on_orders_a_save_and_a_load():
+    """From rank 0 by a message to rank 1, and from there through a store to rank 2."""
+    file = {"path": "/x/first.pth"}
+    sends, receives = ("sends", {"peer": 1}), ("receives", {"peer": 0})
+    tells = ("store", {"keys": ["of/saved"], "tells": True, "hears": False})
+    hears = ("store", {"keys": ["saved"], "tells": False, "hears": True})
+    passes_on, loads = process(receives, tells), process(hears, ("load", file))
+    saves = process(("save", file), sends)
+    assert steps.read_too_early(Run([saves, passes_on, loads])) is None
+    for wrong in (
+        [saves, process(tells, receives), loads],
+        [process(sends, ("save", file)), passes_on, loads],
+    ):
+        found = steps.read_too_early(Run(wrong))
+        assert found.text.startswith("it may be read before another process has saved it")
 
 
 def test_who_failed_before_it_joined_a_group_is_told_where_no_rank_failed():
