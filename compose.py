@@ -256,7 +256,7 @@ OURS = ("common", "longrun", "recipes")
 def with_imports(text, changes):
     """A full script with the lines of imports that diffs add and remove: "+import csv".
 
-    Here and not by patch, for two recipes may change one line, or two that touch.
+    Not by patch: two recipes may change the same line, or lines next to each other.
     """
     lines = text.splitlines()
     first = next(n for n, line in enumerate(lines) if IMPORT.match(line))

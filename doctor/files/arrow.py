@@ -199,7 +199,7 @@ def keep_many(keeper, path, pattern):
 
 
 def note_many(keeper, path, before):
-    """What is there now, and was not: nobody else is taken to have written it just then."""
+    """What is new or changed is taken for the run's: who else has written just then is not seen."""
     closed = {"do": "state", "by": PROGRAM}
     for inner, info in walk(path):
         if inner not in before:

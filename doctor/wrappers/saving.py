@@ -9,7 +9,7 @@ from ..events import note
 from . import wrap
 
 numbers = itertools.count()  # of files that are written
-by_threads = set()  # files that other threads write: a heartbeat is no sign that the script goes on
+by_threads = set()  # files that other threads write: each is noted once, a heartbeat would go on
 
 
 def install(torch):
