@@ -83,6 +83,15 @@ def as_if_with_gpus(args, files, runs):
     return again if args.gpus else runs
 
 
+def folder_is_gone():
+    """Whether the current folder was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 class OtherRuns:
     """What only another run can show. Each is made if the first was short enough."""
 
@@ -150,6 +159,9 @@ class OtherRuns:
 
     def started_again(self):
         """With the files that the first run has left: what it does then is judged, too."""
+        if folder_is_gone():
+            self.said.append(say("not started again: the script has removed this folder"))
+            return []
         runs = examine(self.args, self.files, self.args.n, self.args.nodes, quiet=True)
         if not any(process.of("load") for process in runs[0]):
             self.said.append(say("started again: torch.load() was not called: it began anew"))

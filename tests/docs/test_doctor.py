@@ -278,6 +278,16 @@ def test_a_second_start_is_judged_and_its_error_is_told(tmp_path):
     )
 
 
+@pytest.mark.full
+def test_a_second_start_without_a_folder_is_not_tried(tmp_path):
+    """The folder is back afterwards, but the doctor's processes stand in the one that is gone."""
+    text = copied(tmp_path, epochs=1).read_text()
+    text += "    if os.environ['RANK'] == '0':\n        __import__('shutil').rmtree(os.getcwd())\n"
+    (tmp_path / "train.py").write_text(text)
+    found, output = examined(tmp_path, "--twice", "train.py")
+    assert not found and " not started again: the script has removed this folder\n" in output
+
+
 IN_ONE_RUN = sorted(NAMED.keys() - ENDED - ALL_RUNS)
 
 
