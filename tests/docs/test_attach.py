@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PYTHON, ROOT, Job, run, torchrun
+from conftest import PYTHON, ROOT, Job, each, run, torchrun
 
 from tests.docs.copies import USER, equal, patched
 from tests.docs.ranks import be_a_rank, forks
@@ -220,7 +220,10 @@ for item in torch.utils.data.DataLoader(Images(), num_workers=1):
 }
 
 
-@pytest.mark.parametrize("name", HANGS)
+QUICK = ["a skipped batch", "a group of its members", "two that receive"]
+
+
+@pytest.mark.parametrize("name", each(HANGS, QUICK))
 def test_names_why_it_hangs(name, tmp_path):
     text, what, said, place, code = HANGS[name]
     with job(tmp_path, text) as ranks:
@@ -291,6 +294,7 @@ def test_a_job_that_is_looked_at_ends_with_the_same_weights(tmp_path):
         assert equal(one, other)
 
 
+@pytest.mark.full
 def test_a_rank_that_sleeps_while_the_others_go_on(tmp_path):
     text = "if rank == 1:\n    time.sleep(600)\nwhile True:\n    sum(range(10**5))\n"
     with job(tmp_path, text) as ranks:
@@ -307,6 +311,7 @@ def test_a_wait_for_a_rank_that_computes_is_no_hang(tmp_path):
     assert found(output)[1].startswith("rank 0 works (last seen at train.py:"), output
 
 
+@pytest.mark.full
 def test_a_breakpoint(tmp_path):
     text = """if rank == 0:
     import pdb
@@ -318,6 +323,7 @@ dist.barrier()
     assert found(output)[2] == "debugging.md#stop-in-a-line", output
 
 
+@pytest.mark.full
 def test_a_rank_that_was_stopped(tmp_path):
     with job(tmp_path, "if rank == 0:\n    dist.barrier()\ntime.sleep(3600)\n") as ranks:
         os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -427,6 +433,7 @@ def test_the_remedy(root, container, scope, said, monkeypatch):
     assert ("sudo" in text) is not root and ("docker" in text) is container
 
 
+@pytest.mark.full
 def test_where_it_may_not_read(tmp_path):
     """A root without the right, as in a container."""
     drop = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]

@@ -173,6 +173,7 @@ def test_the_action_is_a_composite_one():
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.full
 def test_the_action_shows_a_mistake(tmp_path):
     """In a repository with a script in a folder; the SARIF file is the same report."""
     (tmp_path / ".git").mkdir()

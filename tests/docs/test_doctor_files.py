@@ -488,6 +488,7 @@ def test_a_database_of_ndbm(place):
     assert "put back as before this run: db.db" in said and "removed" in said, said
 
 
+@pytest.mark.full
 def test_processes_of_torchrun(place):
     """Both write the same files at once, as a mistaken script does."""
     script = """
@@ -1056,7 +1057,7 @@ for file in files[1:]:
 
 @pytest.mark.parametrize("first", [0, full(1)])
 @pytest.mark.parametrize("how", ["ends", "both killed"])
-@pytest.mark.parametrize("where", ["in one folder", "in two"])
+@pytest.mark.parametrize("where", ["in one folder", full("in two")])
 def test_two_doctors(tmp_path, first, how, where):
     """Whoever ends last puts back what was there before both."""
     place = Place(tmp_path / "work")

@@ -69,6 +69,7 @@ wait
 """
 
 
+@pytest.mark.full
 def test_a_shell_script_that_starts_python(tmp_path, free_port):
     """Each process below is looked at, also -m; what the script itself writes is put back."""
     (tmp_path / "train.py").write_text(PLAIN)

@@ -31,7 +31,7 @@ def test_what_mp_spawn_started_ends_with_it(number, ignored, tmp_path):
     """Its loaders' workers too, and where SIGINT is ignored, as in a shell's background job."""
     path = write(tmp_path, "spawn", features=["workers"], epochs=500)
     job = Job(["env", *ignored, PYTHON, path], tmp_path)
-    job.wait_for("epoch 1:")
+    job.wait_for("epoch 0:")  # both loaders have their workers
     ranks = [pid for pid in job.pids() if parent_of(pid) == job.process.pid]
     ranks = {pid for pid in ranks if "resource_tracker" not in cmdline(pid)}
     os.kill(job.process.pid, number)

@@ -47,6 +47,7 @@ def test_an_environment_of_the_users(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
+@pytest.mark.full
 def test_its_own_environment_may_be_active(tmp_path):
     """Then it installs there."""
     subprocess.run([PYTHON, "-m", "venv", tmp_path / ".venv"], check=True)

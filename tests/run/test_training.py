@@ -45,6 +45,7 @@ from tests.launched import (
 )
 
 
+@pytest.mark.full
 def test_a_script_and_its_rooms_alone_learn_the_digits(tmp_path):
     """Plain python is a group of one; the default model, in the precision that is it on GPUs."""
     shutil.copy(ROOT / "distributed.py", tmp_path)

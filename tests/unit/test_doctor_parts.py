@@ -280,6 +280,7 @@ def test_a_script_that_failed_is_not_asked_whether_it_has_nothing_to_train():
     assert report.not_seen([run], failed=True) == ["no step of an optimizer was seen"]
 
 
+@pytest.mark.full
 def test_python_s_random_numbers_have_one_name_in_all_processes(tmp_path):
     """hash(None) differs from process to process, before Python 3.12."""
     code = "import random, torch; random.seed(0); from doctor.wrappers.optimizers import *\n"
