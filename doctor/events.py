@@ -88,7 +88,8 @@ FIELDS = {
     # ---- Files
     "save": "path of_wrapped parts",  # parts: of tensors that FSDP has divided
     "writes": "path",  # a file is opened that is emptied first, or written by another library
-    "load": "path",
+    # waits: whether the code that calls it has words for a wait that torch knows nothing of
+    "load": "path waits",
     "prints": "words numbers",  # a line with numbers; words: what is between them
     "above 100 %": "",  # printed
 }

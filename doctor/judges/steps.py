@@ -101,7 +101,7 @@ def scheduled(run):
 
 @judge("run", "read-before-rank-0-has-saved", certain=True, explains=["weights"])
 def read_too_early(run):
-    """Certain where nothing that waits is between the two."""
+    """Certain where nothing that waits is between the two, not even what torch knows nothing of."""
 
     def calls(process, event):  # in which it has met the others
         return sum(e["kind"] in MEETS for e in process.events[: event["place"]])
@@ -118,7 +118,7 @@ def read_too_early(run):
                     "is between",
                     line=save["line"],
                 )
-                return Finding(load["line"], text)
+                return Finding(load["line"], text, certain=not load["waits"])
     return None
 
 

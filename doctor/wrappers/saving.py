@@ -1,14 +1,22 @@
 """Files that the script saves and loads. That none is lost is the work of files/."""
 
+import functools
 import itertools
+import linecache
 import os
+import re
 import sys
 import threading
 
-from ..events import note
+from ..events import is_users, note
 from . import wrap
 
 numbers = itertools.count()  # of files that are written
+# By which processes wait for each other without torch: a file that is polled, a lock, an event.
+WAITS = re.compile(
+    r"\bwhile\b.*\b(exists|isfile|is_file)\b"
+    r"|\b(SoftFileLock|FileLock|flock|lockf|Barrier|Condition|Event|Semaphore)\b"
+)
 by_threads = set()  # files that other threads write: each is noted once, a heartbeat would go on
 
 
@@ -16,7 +24,7 @@ def install(torch):
     if files := getattr(sys, "doctor_files", None):
         files.told.append(writes)
     wrap(torch, "save", before=save)
-    wrap(torch, "load", before=lambda f, *_, **__: note("load", path=path_of(f)))
+    wrap(torch, "load", before=load)
 
 
 def writes(path):
@@ -40,6 +48,24 @@ def path_of(file):
         return None
     path = os.path.abspath(os.fsdecode(name))
     return None if os.path.exists(path) and not os.path.isfile(path) else path
+
+
+def load(f, *_, **__):
+    note("load", path=path_of(f), waits=any(map(may_wait, users_files())))
+
+
+def users_files():
+    """The files of the user's own code that is being called now."""
+    frame, files = sys._getframe(1), set()
+    while frame is not None:
+        files.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return filter(is_users, files)
+
+
+@functools.cache
+def may_wait(file):
+    return bool(WAITS.search("".join(linecache.getlines(file))))
 
 
 def save(obj, f, *args, **kwargs):

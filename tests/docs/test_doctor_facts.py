@@ -430,6 +430,19 @@ SEEN = {
         "it may be read before another process has saved it",
         "torch.load",
     ),
+    "loaded after a file that is polled": (  # a right one: that it waits is not seen
+        [
+            (
+                SEEDED,
+                f"{SAVES}open('saved', 'w').close()\nelse:\n"
+                f"    while not os.path.exists('saved'):\n        time.sleep(0.1)\n    {LOADS}",
+            ),
+            ("import random\n", "import os\nimport random\nimport time\n"),
+        ],
+        False,
+        "it may be read before another process has saved it",
+        "torch.load",
+    ),
     "loaded after another word of the store": (
         [
             (

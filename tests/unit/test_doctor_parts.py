@@ -231,7 +231,7 @@ def test_who_did_not_come_to_a_validation_is_not_said_to_leave_out_its_part():
 
 def test_a_word_that_is_passed_on_orders_a_save_and_a_load():
     """From rank 0 by a message to rank 1, and from there through a store to rank 2."""
-    file = {"path": "/x/first.pth"}
+    file = {"path": "/x/first.pth", "waits": False}
     sends, receives = ("sends", {"peer": 1}), ("receives", {"peer": 0})
     tells = ("store", {"keys": ["of/saved"], "tells": True, "hears": False})
     hears = ("store", {"keys": ["saved"], "tells": False, "hears": True})
@@ -244,6 +244,7 @@ def test_a_word_that_is_passed_on_orders_a_save_and_a_load():
     ):
         found = steps.read_too_early(Run(wrong))
         assert found.text.startswith("it may be read before another process has saved it")
+        assert found.certain
 
 
 def test_who_failed_before_it_joined_a_group_is_told_where_no_rank_failed():
