@@ -100,7 +100,7 @@ case $name in
         ;;
     slurm) run srun -K -N"${NNODES:-1}" --gres "gpu:$NGPU" -c "${NCPU:-$(nproc)}" python distributed_slurm_main.py "$@" ;;
     test)
-        has pytest pytest_timeout xdist matplotlib tensorboard kubernetes_validate pyte safetensors ||
+        has pytest pytest_timeout xdist matplotlib tensorboard kubernetes_validate pyte safetensors markdown_it ||
             install "packages for the tests" -r requirements-dev.txt
         # Three files of tests at a time: a test that waits leaves its core to another.
         run python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

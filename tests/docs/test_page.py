@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 from conftest import ROOT, each
+from markdown_it import MarkdownIt
 from PIL import Image
 from torch.distributed.run import get_args_parser
 
@@ -461,6 +462,34 @@ def test_the_pictures_of_the_readmes(page):
         for content in (picture.picture(page, language), (ROOT / "docs" / name).read_bytes()):
             assert len(content) < 150_000
             assert Image.open(io.BytesIO(content)).size == (960, 1680)
+
+
+# About as GitHub shows a text on a phone: its sizes, and what stands between.
+ON_GITHUB = """<!doctype html><meta charset="utf-8"><base href="{base}">
+<meta name="viewport" content="width=device-width">
+<style>
+body {{ margin: 0; padding: 16px; font: 16px/1.5 sans-serif; overflow-wrap: break-word }}
+h1, h2, h3 {{ margin: 24px 0 16px; line-height: 1.25 }}
+h1, h2 {{ padding-bottom: .3em; border-bottom: 1px solid }}
+h1 {{ margin-top: 0 }} h2 {{ font-size: 1.5em }} h3 {{ font-size: 1.25em }}
+p, ul, pre {{ margin: 0 0 16px }} ul {{ padding-left: 2em }} li + li {{ margin-top: .25em }}
+code {{ font-family: monospace; font-size: 13.6px; padding: .2em .4em }}
+pre {{ padding: 16px; overflow: auto; line-height: 1.45; font-size: 13.6px }}
+pre code {{ padding: 0 }} img {{ max-width: 100% }}
+</style>{text}"""
+
+
+@needs_chromium
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_a_readme_is_at_most_nine_screens_of_a_phone(browser, name, tmp_path):
+    text = MarkdownIt("commonmark", {"html": True}).render((ROOT / name).read_text())
+    shown = ON_GITHUB.format(base=f"{ROOT.as_uri()}/", text=text)
+    (tmp_path / "shown.html").write_text(shown)
+    browser.look(390, 844)
+    browser.open((tmp_path / "shown.html").as_uri())
+    size = browser.evaluate("[document.body.scrollWidth, document.body.scrollHeight]")
+    assert size[0] == 390 and 5 * 844 < size[1] <= 9 * 844, size
 
 
 def test_its_links_hold():
