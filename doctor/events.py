@@ -60,7 +60,7 @@ FIELDS = {
     "validates": "training weights buffers wrapped modes",
     # ---- Training
     # weights: sums of those that DDP has wrapped, as "MODEL.NAME"; order: what was done since the
-    # last step, by model; own: sums of weights that DDP does not know, ours: their number; random:
+    # last step, by model; own: sums of weights that DDP does not know, ours: their number;
     # parts: sums of what this process has of divided weights, by name and place in them; random:
     # states by library; zeroed: calls of zero_grad(); squares: the sum of squared gradients, of
     # plain weights and of divided ones, in the first three steps
@@ -88,7 +88,7 @@ FIELDS = {
     # ---- Files
     "save": "path of_wrapped parts",  # parts: of tensors that FSDP has divided
     "writes": "path",  # a file is opened that is emptied first, or written by another library
-    # waits: whether the code that calls it has words for a wait that torch knows nothing of
+    # waits: whether the script has a wait of its own, which torch does not see
     "load": "path waits",
     "prints": "words numbers",  # a line with numbers; words: what is between them
     "above 100 %": "",  # printed

@@ -1,4 +1,7 @@
-"""What another run of the same script shows: with one process, or started again."""
+"""What another run of the same script shows: with one process, or started again.
+
+These are no judges: plan.py calls them, with both runs.
+"""
 
 import math
 import re
@@ -96,10 +99,10 @@ def factor(ratios, size, near):
 
 
 def other_numbers(run, alone):
-    """Hints, for a number may be meant to be that of one process. A rate or a time may be so."""
+    """A hint, of the first one: it may be meant to be that of one process, as a rate or a time."""
     own, other = printed(run[0]), printed(alone[0])
     found = []
-    for key in own.keys() & other.keys():
+    for key in [key for key in own if key in other]:  # in the order in which they were printed
         pairs = [*zip(own[key], other[key], strict=False)]
         apart = len(pairs) > 1 and len(own[key]) == len(other[key])
         if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.2)):

@@ -22,5 +22,5 @@ def gradients_left_out(run):
 
 def as_noted(run, line):
     """A line as events name it, with its folder; the recorder's has none."""
-    seen = {event["line"] for process in run for event in process.events}
+    seen = dict.fromkeys(event["line"] for process in run for event in process.events)
     return next((one for one in seen if one.rpartition("/")[2] == line), line)

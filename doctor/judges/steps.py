@@ -93,7 +93,7 @@ def scheduled(run):
     for count, process in zip(counts, run, strict=True):
         for event in process.of("rate"):
             count[event["line"]] = count.get(event["line"], 0) + 1
-    for line in {line for count in counts for line in count}:
+    for line in dict.fromkeys(line for count in counts for line in count):  # the first one
         if len({count.get(line, 0) for count in counts}) > 1:
             return line
     return None
@@ -101,7 +101,7 @@ def scheduled(run):
 
 @judge("run", "read-before-rank-0-has-saved", certain=True, explains=["weights"])
 def read_too_early(run):
-    """Certain where nothing that waits is between the two, not even what torch knows nothing of."""
+    """Certain where no wait is between the two, and the script has none that torch does not see."""
 
     def calls(process, event):  # in which it has met the others
         return sum(e["kind"] in MEETS for e in process.events[: event["place"]])

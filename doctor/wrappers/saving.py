@@ -12,10 +12,11 @@ from ..events import is_users, note
 from . import wrap
 
 numbers = itertools.count()  # of files that are written
-# By which processes wait for each other without torch: a file that is polled, a lock, an event.
+# How processes wait for each other without torch: they poll a file, or use a lock or an event.
 WAITS = re.compile(
-    r"\bwhile\b.*\b(exists|isfile|is_file)\b"
-    r"|\b(SoftFileLock|FileLock|flock|lockf|Barrier|Condition|Event|Semaphore)\b"
+    r"^\s*while\b.*\b(exists|isfile|is_file)\b"
+    r"|\b(SoftFileLock|FileLock|flock|lockf|Barrier|Condition|(?<!cuda\.)Event|Semaphore)\b",
+    re.MULTILINE,
 )
 by_threads = set()  # files that other threads write: each is noted once, a heartbeat would go on
 
@@ -55,7 +56,7 @@ def load(f, *_, **__):
 
 
 def users_files():
-    """The files of the user's own code that is being called now."""
+    """The files of the user's own functions that are being called now."""
     frame, files = sys._getframe(1), set()
     while frame is not None:
         files.add(frame.f_code.co_filename)
@@ -65,6 +66,7 @@ def users_files():
 
 @functools.cache
 def may_wait(file):
+    """Whether its code has such a wait anywhere."""
     return bool(WAITS.search("".join(linecache.getlines(file))))
 
 

@@ -14,8 +14,18 @@ from conftest import run as start
 from doctor import events, judges, launch, plan, report, wrappers
 from doctor.events import bits, bits_of_each
 from doctor.files import programs
-from doctor.judges import comparing, data, ending, missing, saving, steps, training  # noqa: F401
+from doctor.judges import (  # noqa: F401
+    comparing,
+    data,
+    ending,
+    missing,
+    recorded,
+    saving,
+    steps,
+    training,
+)
 from doctor.run import Process, Run
+from doctor.wrappers import saving as saves
 from doctor.wrappers import sets
 
 
@@ -245,6 +255,44 @@ def test_a_word_that_is_passed_on_orders_a_save_and_a_load():
         found = steps.read_too_early(Run(wrong))
         assert found.text.startswith("it may be read before another process has saved it")
         assert found.certain
+
+
+@pytest.mark.parametrize(
+    "code, waits",
+    [
+        ("while not os.path.exists('saved'):\n    time.sleep(1)\n", True),
+        ("with FileLock('data.lock'):\n", True),
+        ("ready = multiprocessing.Event()\n", True),
+        ("start = torch.cuda.Event(enable_timing=True)\n", False),
+        ("# load it while the file exists\ntime.sleep(1)\n", False),
+    ],
+)
+def test_a_script_with_a_wait_of_its_own(code, waits, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(code)
+    assert saves.may_wait(str(path)) is waits
+
+
+def test_the_first_of_several_lines_is_told():
+    """Not another one in each run of the doctor, as a set of strings would have it."""
+    places = [f"t.py:{number}" for number in range(1, 30)]
+    whole, half = (
+        process(
+            *[
+                ("prints", {"line": place, "words": ["loss ", ""], "numbers": [number]})
+                for place in places
+                for number in numbers
+            ]
+        )
+        for numbers in (["1.5", "2.5"], ["0.75", "1.25"])
+    )
+    assert [one.line for one in comparing.other_numbers(Run([half, half]), Run([whole]))] == [
+        "t.py:1"
+    ]
+    rates = [("rate", {"line": place}) for place in places]
+    assert steps.scheduled(Run([process(*rates), process()])) == "t.py:1"
+    run = Run([process(*[("rate", {"line": f"{name}/t.py:1"}) for name in "edcba"])])
+    assert recorded.as_noted(run, "t.py:1") == "e/t.py:1"
 
 
 def test_who_failed_before_it_joined_a_group_is_told_where_no_rank_failed():
