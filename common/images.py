@@ -1,4 +1,4 @@
-"""Images from folders as uint8 tensors, cropped to one size."""
+"""Images from folders, checked, as uint8 tensors cropped to one size; the built-in digits."""
 
 import functools
 import math

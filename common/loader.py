@@ -75,7 +75,7 @@ class TrainSampler:
         self.set_epoch(0)
 
     def set_epoch(self, epoch, steps=None):
-        """Yield the keys of these steps of this epoch: a range, by default of all."""
+        """From now on yield the keys of these steps of this epoch: a range, by default all."""
         self.epoch, self.steps = epoch, range(self.steps_per_epoch) if steps is None else steps
 
     def __len__(self):

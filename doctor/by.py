@@ -1,7 +1,8 @@
-"""Starts the words of --by, in a Python: a shell, say, would not see that the doctor was killed.
+"""Starts the launcher that --by gives, as "srun -n2 python", and ends it if the doctor is killed.
 
-files/record.py sees it here, and ends all that the words have started. And files/programs.py keeps
-the files that the words name, before they start. This file is run alone.
+files/record.py sees that here, as a shell would not, and ends all that was started. And
+files/programs.py keeps the files that the launcher's words name, before it starts. This file is run
+alone.
 """
 
 import ctypes

@@ -22,8 +22,8 @@ from .words import listed, say
 
 # How often the patience of all waiting: where one process is idle elsewhere, or computes.
 IDLE, BUSY = 8, 40
-# torch's, not numpy's SeedSequence.spawn(). Where this misses one, "spawns" is noted.
 BY = os.path.join(os.path.dirname(__file__), "by.py")
+# torch's, not numpy's SeedSequence.spawn(). Where this misses one, "spawns" is noted.
 SPAWNS = re.compile(r"\b(mp|multiprocessing)\.spawn\(|(?<![\w.])spawn\(")
 
 

@@ -1,4 +1,4 @@
-"""The command line of the doctor."""
+"""The command line of the doctor. --attach, --dumps and --restore do their work here, and exit."""
 
 import argparse
 import importlib.util

@@ -84,7 +84,7 @@ def as_if_with_gpus(args, files, runs):
 
 
 def folder_is_gone():
-    """Whether the current folder was removed."""
+    """Whether the working folder was removed: nothing can be started in it."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -160,7 +160,7 @@ class OtherRuns:
     def started_again(self):
         """With the files that the first run has left: what it does then is judged, too."""
         if folder_is_gone():
-            self.said.append(say("not started again: the script has removed this folder"))
+            self.said.append(say("not started again: the script has removed its working folder"))
             return []
         runs = examine(self.args, self.files, self.args.n, self.args.nodes, quiet=True)
         if not any(process.of("load") for process in runs[0]):

@@ -1,6 +1,6 @@
 """What the doctor prints when nobody reads it any more, as in `python doctor ... | head`: nothing.
 
-It goes on, and ends with the code that it would have had: that of an error is that of a mistake.
+The run goes on, and ends with its usual exit code. That of a BrokenPipeError is 1: "a mistake".
 """
 
 import contextlib

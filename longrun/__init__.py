@@ -8,10 +8,10 @@ weights     those that it starts from: torchvision's, or a file's
 progress    how far training has come: epochs and steps, counted
 checkpoint  what a run saves, and goes on from: found, compared, restored, written
 files       files that are whole or not there; the lines of metrics.jsonl
-locks       locks on files, which a process holds until it ends
+locks       locks on files, for a block or until the process ends
 report      what a run prints: banner, progress, an epoch's line, the end
 watch       ends a process that fails or hangs, and says where it was
 signals     those that ask a run to stop
-rendezvous  the ranks that a launcher sets
+rendezvous  the environment variables by which processes meet: filled in, or checked
 spawn, slurm, sharded: for multiprocessing_, distributed_slurm_main and fsdp_distributed alone
 """

@@ -12,7 +12,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     description: a docstring, of which the first line is shown; None, as python -OO makes it.
 
-    argparse itself would print its usage, once per process, and exit. From parse_args() on Ctrl-C
+    argparse itself would print its usage, once per process, and exit. From parse_args() on, Ctrl-C
     ends the process at once, without a traceback: there is nothing to save before StopRequest.
     """
 
@@ -29,7 +29,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(self, *given):
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for name in ("stdout", "stderr"):  # a file would take the number of one that is closed
+        for name in ("stdout", "stderr"):  # else the next file would take a closed one's number
             if getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         args = super().parse_args(*given)

@@ -34,8 +34,8 @@ class Checkpoints:
 
     Rank 0 locks args.checkpoint_dir against other runs, unless it only evaluates. Each process
     reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
-    the folder, or starts afresh. But for its `.lock` the folder is not changed before
-    tidy_folder(). They are called in the order in which they stand here.
+    the folder, or starts afresh. Until tidy_folder() nothing in the folder changes but its `.lock`.
+    Call the methods in the order in which they stand here.
 
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
@@ -128,9 +128,9 @@ class Checkpoints:
 
         The settings of the optimizer's groups (rate, momentum, ...) are the script's, not the
         checkpoint's, except where a torch scheduler is attached, which has set them, and the rate
-        where only the validation is left. With args.evaluate only the model is filled, and of what
-        else is attached what the checkpoint has. Raises ValueError for a checkpoint that does not
-        fit.
+        where only the validation is left. With args.evaluate only the model is filled, and what
+        else is attached as far as the checkpoint has it. Raises ValueError for a checkpoint that
+        does not fit.
         """
         if self.checkpoint:
             saved, self.checkpoint = self.checkpoint, None  # it takes memory
@@ -186,7 +186,8 @@ class Checkpoints:
     def tidy_folder(self):
         """Rank 0, once all processes agree: remove what a killed process has left half-done.
 
-        A damaged newest checkpoint is kept as checkpoint.damaged-TIME.pth.
+        A damaged newest checkpoint is kept as checkpoint.damaged-TIME.pth. Lines of metrics.jsonl
+        that are beyond the checkpoint are cut off.
         """
         for name in filter(TEMPORARY.fullmatch, os.listdir(self.folder)):
             os.remove(self.file(name))
@@ -199,7 +200,7 @@ class Checkpoints:
 
         Processes whose weights were trained alike have the same, in any memory format: the mean of
         its square is then the square of its mean. It is below SMALL, so that sums of squares are
-        exact, and another one for a single other bit differs by much.
+        exact, and a single other bit changes it by much.
         """
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         weights = [torch.view_as_real(x) if x.is_complex() else x for x in self.net.parameters()]

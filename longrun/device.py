@@ -40,7 +40,7 @@ def set_up_device(local_rank, local_world_size, args):
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None
     shared = local_world_size > count and flags.get("backend") != "gloo"
-    if shared and not (count == 1 and _is_own_gpu()):
+    if shared and not (count == 1 and _claim_gpu()):
         raise ValueError(
             f"{local_world_size} processes on a node with {count} GPUs: start {count}, "
             "or let them share the GPUs with --backend gloo"
@@ -51,8 +51,8 @@ def set_up_device(local_rank, local_world_size, args):
     return device
 
 
-def _is_own_gpu():
-    """Whether the one GPU that this process sees is not that of another one on this node.
+def _claim_gpu():
+    """Take the one GPU that this process sees; returns whether it was free on this node.
 
     The first of this user's processes that has a GPU takes a socket of its name, which is free
     again when that process ends. They need not have one parent: horovodrun's have not.

@@ -20,7 +20,8 @@ def locked(path):
 def lock_folder(folder):
     """Make a folder, and lock it until this process ends, or closes the file descriptor returned.
 
-    Raises ValueError where another process has locked it, and where it cannot be made.
+    Where the file system has no locks it goes on without. Raises ValueError where another process
+    has locked the folder, and where it cannot be made.
     """
     try:
         os.makedirs(folder, exist_ok=True)

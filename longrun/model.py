@@ -54,8 +54,8 @@ def _mend_buffers(net):
     """Buffers become what .to() makes of them on a GPU: of elements that share no memory, no gaps.
 
     Nobody could write to torch.arange(4).expand(3, -1), which has four for twelve: no broadcast, no
-    checkpoint. And DDP's constructor is to send no dtype that gloo and NCCL do not have: all
-    processes have made the same.
+    checkpoint. DDP is told to ignore buffers of a dtype that gloo and NCCL cannot send: they are
+    the same in all processes, for each has made them alike.
     """
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -69,7 +69,7 @@ def _mend_buffers(net):
 
 @torch.no_grad()
 def _try(net, example, num_classes, args):
-    """As it is evaluated and, since BatchNorm trains on no single value, as it is trained."""
+    """One pass in eval mode, then one in training mode: there BatchNorm fails on a single value."""
     arch, before = args.arch, [(buffer, buffer.clone()) for buffer in net.buffers()]
     problems = {False: f"{arch} cannot take --image-size {args.image_size}"}
     if not args.evaluate:

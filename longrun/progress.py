@@ -8,7 +8,7 @@ class Progress:
 
     steps_per_epoch: of a complete epoch. total_steps: training ends after so many. ended: it has
     ended earlier. All processes count alike, so that they take the same decisions. A process has
-    one, which its script counts on; who else has it only reads.
+    one, which its script counts on; all others only read it.
     """
 
     def __init__(self, steps_per_epoch, total_steps, epoch=0, step=0, ended=False):
@@ -29,8 +29,8 @@ class Progress:
     def remaining(self):
         """Yield (epoch, steps): the epochs that are left, and a range of the steps to do in each.
 
-        The range is empty where only the validation is left. It ends where training is to end. Who
-        loops over it counts: adds to `step`, and calls end_epoch().
+        The range is empty where only the validation is left. It ends where training is to end. The
+        loop counts: it adds to `step`, and calls end_epoch().
         """
         while not self.finished():
             in_this_epoch = self.total_steps - self.epoch * self.steps_per_epoch

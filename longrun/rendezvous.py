@@ -1,4 +1,4 @@
-"""The ranks that torchrun sets, or plain python's."""
+"""The environment variables by which processes meet: filled in for plain python, else checked."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What fully_shard divides among the processes, and the whole of it, to be saved and loaded."""
+"""For FSDP: which blocks fully_shard gets, and copies between its shards and a whole model."""
 
 import copy
 
@@ -59,7 +59,10 @@ class Shards:
 
     @torch.no_grad()
     def scatter(self):
-        """Fill the shards of all processes from rank 0's whole. All processes call it."""
+        """Fill the shards of all processes from rank 0's whole. All processes call it.
+
+        Buffers are copied from this process's own model.
+        """
         for weight, shard in self.pairs:
             shard.copy_(_divide(weight, shard))
             if weight in self.whole.state:

@@ -61,7 +61,7 @@ class SrunTask:
         self.store = self.open_store(seconds, host=self.number == 0)
         if self.number == 0:
             self.store.set("nprocs", str(self.nprocs))
-            # The store ends with this task: a wrong flag may end it next, while others connect.
+            # The store ends with this task, which a wrong flag may end next: first all connect.
             self.store.wait([f"task {number}" for number in range(1, self.tasks)])
         first = int(self.store.get("nprocs"))
         self.store.set(f"task {self.number}", "agreed")

@@ -1,4 +1,4 @@
-"""What is judged of a job that was looked at. The first judge that answers tells it."""
+"""The judges of a job that was looked at, of states.py and waits.py: the first to answer tells."""
 
 JUDGES = []
 STANDS = "doctor.md#it-stands-still"

@@ -144,7 +144,7 @@ def looks_at(pids, seconds, nonblocking=False):
 
 
 def seen(rank, looks, found):
-    """What was seen of a Rank, as a dict of plain values: see sight.FIELDS."""
+    """What was seen of a Rank, as a dict of plain values: see sight.py."""
     last = looks[-1]
     pid, stack = rank.pid, last.stack
     known = {"rank": rank.rank, "size": rank.size, "here": rank.here, "local": rank.local}

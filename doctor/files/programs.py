@@ -107,7 +107,7 @@ def keep_or_note(keeper, path, *how):
 
 
 def keep(keeper, path, how, sure=False):
-    """how: see effects.py. sure: the program begins now."""
+    """how: see names.py. sure: the program begins now."""
     info = seen(path)
     writes = how not in ("goes", "removes", "near")
     if info and stat.S_ISLNK(info.st_mode) and writes:

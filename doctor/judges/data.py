@@ -1,4 +1,4 @@
-"""Which items each process trains with."""
+"""What each process trains with: which items, in which order, how many batches and workers."""
 
 import os
 

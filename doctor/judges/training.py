@@ -1,4 +1,4 @@
-"""What is computed in a step: the loss, the gradients, what is drawn at random."""
+"""What is computed in a step: the loss, the gradients, collectives, what is drawn at random."""
 
 from ..words import both, say
 from . import Finding, judge

@@ -88,7 +88,7 @@ SENTENCES = {
     "not tried, for the run took {seconds:.0f} s: {what} (--budget)": (
         "第一次运行用了 {seconds:.0f} 秒，所以没有试：{what}（--budget）"
     ),
-    "not started again: the script has removed this folder": "没有再启动：脚本删掉了这个文件夹",
+    "not started again: the script has removed its working folder": "没有再启动：脚本删掉了工作目录",
     "started again: it loaded a file": "再启动一次：加载了文件",
     "started again: it loaded a file; {why}": "再启动一次：加载了文件；{why}",
     "started again: torch.load() was not called: it began anew": (

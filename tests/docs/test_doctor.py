@@ -285,7 +285,7 @@ def test_a_second_start_without_a_folder_is_not_tried(tmp_path):
     text += "    if os.environ['RANK'] == '0':\n        __import__('shutil').rmtree(os.getcwd())\n"
     (tmp_path / "train.py").write_text(text)
     found, output = examined(tmp_path, "--twice", "train.py")
-    assert not found and " not started again: the script has removed this folder\n" in output
+    assert not found and " not started again: the script has removed its working folder\n" in output
 
 
 IN_ONE_RUN = sorted(NAMED.keys() - ENDED - ALL_RUNS)

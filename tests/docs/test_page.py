@@ -464,7 +464,7 @@ def test_the_pictures_of_the_readmes(page):
             assert Image.open(io.BytesIO(content)).size == (960, 1680)
 
 
-# About as GitHub shows a text on a phone: its sizes, and what stands between.
+# Roughly how GitHub shows a text on a phone: the sizes of its letters, and the space between.
 ON_GITHUB = """<!doctype html><meta charset="utf-8"><base href="{base}">
 <meta name="viewport" content="width=device-width">
 <style>
