@@ -22,9 +22,9 @@ from common.prefetcher import Prefetcher
 from longrun.arguments import ArgumentParser, bounded
 from longrun.checkpoint import Checkpoints
 from longrun.device import own_cores, set_up_device
+from longrun.launcher import join_launcher
 from longrun.messages import user_errors
 from longrun.model import build_model
-from longrun.rendezvous import complete_environment
 from longrun.report import Report
 from longrun.signals import StopRequest
 from longrun.watch import Watch
@@ -80,7 +80,7 @@ def main():
     gc.freeze()  # what is imported: each collection of garbage, also at the exit, is 0.2 s shorter
     # Who am I? torchrun sets these variables for each process; plain python is a group of one.
     with user_errors(rank=0):  # all print, for none knows its rank yet
-        complete_environment()  # an error if only some of them are set
+        join_launcher()  # checks them; this process ends when torchrun does
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
@@ -100,7 +100,7 @@ def main():
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         # Where training begins or goes on: an error if the checkpoint is of another task.
         progress = checkpoints.find_progress(train_set, train_sampler.steps_per_epoch)
-        report = Report(progress, rank, args)
+        report = Report(progress, rank, world_size, args)
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
             train_set, train_sampler, local_batch_size, args.workers, device, seed=args.seed
@@ -152,9 +152,9 @@ def main():
         checkpoints.restore()  # if there is one to resume from, it fills them
         checkpoints.check_ranks_agree(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
-            checkpoints.tidy_folder()  # removes what a killed run has left half-done
+            checkpoints.repair_folder()  # removes what a killed run has left half-done
     if rank == 0:
-        report.print_banner(checkpoints, train_set, val_set, backend, device)
+        report.print_banner(backend, device, train_set, val_set, optimizer, checkpoints.describe())
     if args.evaluate:
         validate(val_batches, net, watch, rank, world_size, args)
     stop = StopRequest()  # from here on, signals are requests to stop: there is something to save

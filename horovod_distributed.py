@@ -105,7 +105,7 @@ def main():
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         # Where training begins or goes on: an error if the checkpoint is of another task.
         progress = checkpoints.find_progress(train_set, train_sampler.steps_per_epoch)
-        report = Report(progress, rank, args)
+        report = Report(progress, rank, world_size, args)
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
             train_set, train_sampler, local_batch_size, args.workers, device, seed=args.seed
@@ -153,9 +153,9 @@ def main():
         checkpoints.restore()  # if there is one to resume from, it fills them
         checkpoints.check_ranks_agree(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
-            checkpoints.tidy_folder()  # removes what a killed run has left half-done
+            checkpoints.repair_folder()  # removes what a killed run has left half-done
     if rank == 0:
-        report.print_banner(checkpoints, train_set, val_set, backend, device)
+        report.print_banner(backend, device, train_set, val_set, optimizer, checkpoints.describe())
     if args.evaluate:
         validate(val_batches, net, watch, rank, world_size, args)
     stop = StopRequest()  # from here on, signals are requests to stop: there is something to save

@@ -24,6 +24,7 @@ METRICS = "metrics.jsonl"
 FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
 KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "best_epoch", "state_dict", "optimizer"}
 KEYS |= {"optimizer_type", "scaler", "meters", "more", "classes", "args"}  # of a checkpoint
+MAY_CHANGE = {"resume", "evaluate", "workers", "images"}  # without a word, from start to start
 SMALL = 2**20 - 3  # a prime: of numbers below it the squares, summed up in float64, are exact
 FACTOR = 648_055  # SMALL divided by the golden ratio: multiples of it are far from each other
 TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.[0-9]+\.tmp")
@@ -34,8 +35,8 @@ class Checkpoints:
 
     Rank 0 locks args.checkpoint_dir against other runs, unless it only evaluates. Each process
     reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
-    the folder, or starts afresh. Until tidy_folder() nothing in the folder changes but its `.lock`.
-    Call the methods in the order in which they stand here.
+    the folder, or starts afresh. Nothing in the folder changes but its `.lock`, until
+    repair_folder(). Call the methods in the order in which they stand here.
 
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
@@ -85,18 +86,18 @@ class Checkpoints:
         total_steps = min(args.epochs * steps_per_epoch, args.max_steps or sys.maxsize)
         self.progress = Progress(steps_per_epoch, total_steps, ended=args.evaluate)
         if self.checkpoint:
-            self._compare_task()
+            self._require_same_task()
             self._go_on()
         return self.progress
 
-    def _compare_task(self):
+    def _require_same_task(self):
         saved, now = self.checkpoint, self.saved_args
-        self._compare("--arch", saved["arch"], now["arch"])
+        self._require_same("--arch", saved["arch"], now["arch"])
         for number, (before, name) in enumerate(zip_longest(saved["classes"], self.classes)):
-            self._compare(f"class {number}:", before, name)
+            self._require_same(f"class {number}:", before, name)
         if saved["step"] > 0 and not self.args.evaluate:
             for key in ("batch_size", "seed", "images"):
-                self._compare(f"half an epoch of {key}", saved["args"][key], now[key])
+                self._require_same(f"half an epoch of {key}", saved["args"][key], now[key])
 
     def _go_on(self):
         saved, progress, args = self.checkpoint, self.progress, self.args
@@ -106,7 +107,7 @@ class Checkpoints:
             # An early end is final, unless more epochs are asked for.
             progress.ended |= saved["ended"] and args.epochs <= saved["args"]["epochs"]
 
-    def _compare(self, what, before, now):
+    def _require_same(self, what, before, now):
         if before != now:
             raise ValueError(f"{self.path} has {what} {before}, but this run has {now}")
 
@@ -141,8 +142,8 @@ class Checkpoints:
                 self._load(name, self.more[name], saved["more"][name])
 
     def _restore_training(self, saved):
-        self._compare("the optimizer", saved["optimizer_type"], self._optimizer_type())
-        self._compare("the state of", sorted(saved["more"]), sorted(self.more))
+        self._require_same("the optimizer", saved["optimizer_type"], self._optimizer_type())
+        self._require_same("the state of", sorted(saved["more"]), sorted(self.more))
         settings = [group | {"params": None} for group in self.optimizer.param_groups]
         self._load("the optimizer", self.optimizer, saved["optimizer"])
         if not any(isinstance(part, LRScheduler) for part in self.more.values()):
@@ -153,7 +154,7 @@ class Checkpoints:
         if self.scaler.state_dict().keys() == saved["scaler"].keys():  # else another precision
             self.scaler.load_state_dict(saved["scaler"])
         if saved["step"]:  # else each meter starts anew
-            self._compare("half an epoch of", sorted(saved["meters"]), sorted(self.meters))
+            self._require_same("half an epoch of", sorted(saved["meters"]), sorted(self.meters))
             for name, meter in self.meters.items():
                 meter.sum, meter.count = saved["meters"][name]
 
@@ -183,7 +184,7 @@ class Checkpoints:
             if round(square - mean**2) > 0:  # it has a variance
                 raise ValueError(f"the {what} differs between processes: compare the nodes' disks")
 
-    def tidy_folder(self):
+    def repair_folder(self):
         """Rank 0, once all processes agree: remove what a killed process has left half-done.
 
         A damaged newest checkpoint is kept as checkpoint.damaged-TIME.pth. Lines of metrics.jsonl
@@ -194,6 +195,22 @@ class Checkpoints:
         if self.damaged and os.path.exists(self.file(NEWEST)):
             os.replace(self.file(NEWEST), self.file(f"checkpoint.damaged-{time.time_ns()}.pth"))
         cut_lines(self.file(METRICS), self.progress.epoch, self.progress.step)
+
+    def describe(self):
+        """Lines for people: where checkpoints go, which was read, and which flags have changed."""
+        args, lines = self.args, []
+        if not args.evaluate:
+            lines.append(f"checkpoints go to {self.folder}")
+        lines += self.damaged
+        if self.path:
+            lines.append(f"resumed from {self.path} at {self.progress}")
+        elif args.evaluate or args.resume:
+            lines.append("no checkpoint was read")
+        before, now = self.resumed_args, self.saved_args
+        for name in sorted(before.keys() & now.keys() - MAY_CHANGE):
+            if before[name] != now[name]:
+                lines.append(f"  changed: {name} {before[name]} -> {now[name]}")
+        return lines
 
     def checksum(self):
         """A number for all bits of the weights, float64 [] on their device: the CPU need not wait.

@@ -42,7 +42,8 @@ def build_model(args, num_classes, device, example=None):
         net = net.to(device)
         if not any(weight.ndim == 5 for weight in net.parameters()):  # convolutions over video
             net = net.to(memory_format=torch.channels_last)
-        _mend_buffers(net)
+        _make_buffers_dense(net)
+        _keep_from_ddp(net)
     if example is not None:
         example = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
         with torch.random.fork_rng([device] * (device.type == "cuda")):  # for dropout
@@ -50,18 +51,24 @@ def build_model(args, num_classes, device, example=None):
     return net.train()
 
 
-def _mend_buffers(net):
+def _make_buffers_dense(net):
     """Buffers become what .to() makes of them on a GPU: of elements that share no memory, no gaps.
 
     Nobody could write to torch.arange(4).expand(3, -1), which has four for twelve: no broadcast, no
-    checkpoint. DDP is told to ignore buffers of a dtype that gloo and NCCL cannot send: they are
-    the same in all processes, for each has made them alike.
+    checkpoint.
     """
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
             dense = buffer.clone()
             if dense.stride() != buffer.stride():
                 setattr(module, name, dense)
+
+
+def _keep_from_ddp(net):
+    """Tell DDP to ignore buffers of a dtype that gloo and NCCL cannot send.
+
+    They are the same in all processes, for each has made them alike.
+    """
     unknown = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
     if names := [name for name, buffer in net.named_buffers() if buffer.dtype in unknown]:
         net._ddp_params_and_buffers_to_ignore = names

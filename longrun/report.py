@@ -15,7 +15,6 @@ BAR = "{desc} {bar} {n}/{total} {remaining}"
 NAMES = {"val_loss": "loss", "acc1": "acc@1", "acc5": "acc@5"}  # of scores, as they are printed
 NO_SCORES = {"epoch", "step", "train_loss", "lr", "world_size", "batch_size"}
 NO_SCORES |= {"images_per_second", "data_time", "seconds"}
-MAY_CHANGE = {"resume", "evaluate", "workers", "images"}  # without a word, from start to start
 
 
 class Report:
@@ -24,21 +23,25 @@ class Report:
     progress: a Progress: read, never changed. Where it is said, call it on rank 0 alone.
     """
 
-    def __init__(self, progress, rank, args):
-        self.progress, self.rank, self.args = progress, rank, args
+    def __init__(self, progress, rank, world_size, args):
+        self.progress, self.rank, self.world_size, self.args = progress, rank, world_size, args
         self.began, self.started = time.perf_counter(), None  # the run; its last epoch
         self.first = self.end = progress.step  # of the epoch: before its first step, its last
         self.bar = None
 
-    def print_banner(self, checkpoints, train_set, val_set, backend, device):
-        """Rank 0: say what is about to happen, before it does. checkpoints: attached, restored."""
+    def print_banner(self, backend, device, train_set, val_set, optimizer, more):
+        """Rank 0: say what is about to happen, before it does.
+
+        optimizer: read for its learning rates, once a checkpoint has filled it. more: lines that
+        follow, such as those of Checkpoints.describe().
+        """
         args, progress, batch_size = self.args, self.progress, self.args.batch_size
-        world_size = checkpoints.world_size
+        world_size = self.world_size
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         decoder = getattr(train_set, "decoder", "")
         # A group may have a "scale". Where only the validation is left the last step has used it.
         scaled = not progress.lacks_validation()
-        groups = checkpoints.optimizer.param_groups
+        groups = optimizer.param_groups
         rates = [group["lr"] * (group.get("scale", 1) if scaled else 1) for group in groups]
         rate = ", ".join([*dict.fromkeys(f"{rate:.4g}" for rate in rates)][:4])  # each once
         if "lr" in args and rate == f"{args.lr * batch_size / 256:.4g}":
@@ -55,20 +58,10 @@ class Report:
         ]
         skipped = dict.fromkeys(getattr(data, "skipped", None) for data in (train_set, val_set))
         lines += [f"warning: not read: {files}" for files in skipped if files]
-        if not args.evaluate:
-            lines.append(f"checkpoints go to {checkpoints.folder}")
-            if "warmup_epochs" in args and args.warmup_epochs >= args.epochs:
-                only_rises = "--warmup-epochs is not less than --epochs: the rate only rises"
-                lines.append(f"warning: {only_rises}")
-        lines += checkpoints.damaged
-        if checkpoints.path:
-            lines.append(f"resumed from {checkpoints.path} at {progress}")
-        elif args.evaluate or args.resume:
-            lines.append("no checkpoint was read")
-        before, now = checkpoints.resumed_args, checkpoints.saved_args
-        for name in sorted(before.keys() & now.keys() - MAY_CHANGE):
-            if before[name] != now[name]:
-                lines.append(f"  changed: {name} {before[name]} -> {now[name]}")
+        if not args.evaluate and "warmup_epochs" in args and args.warmup_epochs >= args.epochs:
+            only_rises = "--warmup-epochs is not less than --epochs: the rate only rises"
+            lines.append(f"warning: {only_rises}")
+        lines += more
         if not args.evaluate and progress.finished():
             done = f"{progress.global_step()} of {progress.total_steps} steps are done"
             early = ", and it was ended early" if progress.ended else ""

@@ -55,7 +55,7 @@ def opened(folder, resume="auto", images=None, **more):
     run = read(folder, resume, images, **more)
     run.attach(*parts())
     run.restore()
-    run.tidy_folder()
+    run.repair_folder()
     return run
 
 

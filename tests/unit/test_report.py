@@ -17,7 +17,7 @@ from tests.runs import Images, opened, parts, read, two_groups, write
 
 
 def reporting(run):
-    return Report(run.progress, run.rank, run.args)
+    return Report(run.progress, run.rank, run.world_size, run.args)
 
 
 def test_the_line_of_a_step(capsys, tmp_path):
@@ -135,7 +135,9 @@ def test_a_stop_is_said_to_torchrun_too(tmp_path, capsys, monkeypatch):
 def banner(run, capsys, **about_images):
     train_set = Images()
     vars(train_set).update(about_images)
-    reporting(run).print_banner(run, train_set, Images(16), "gloo", torch.device("cpu"))
+    reporting(run).print_banner(
+        "gloo", torch.device("cpu"), train_set, Images(16), run.optimizer, run.describe()
+    )
     return capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The environment variables by which processes meet: filled in for plain python, else checked."""
+"""What a launcher sets for each process: checked, or filled in for plain python."""
 
 import os
 import socket
@@ -17,13 +17,13 @@ GROUP_OF_ONE = {  # for plain python: what torchrun would set for a single proce
 }
 
 
-def complete_environment():
-    """Set the variables of a group of one process if none of them is set; check those that are.
+def join_launcher():
+    """Check the variables by which a launcher's processes meet, and end when torchrun ends.
 
-    Below torchrun, let this process end with it. Raises ValueError when only some are set, when
-    torchrun has ended, when mpirun or srun has started several processes, each of which would train
-    alone, and when a rank is not a number below the number of processes: the others would wait for
-    it in vain.
+    For plain python, where none is set, they become those of a group of one process. A restart that
+    may fail is warned of. Raises ValueError when only some are set, when torchrun has ended, when
+    mpirun or srun has started several processes, each of which would train alone, and when a rank
+    is not a number below the number of processes: the others would wait for it in vain.
     """
     set_group_of_one()
     check_ranks()
