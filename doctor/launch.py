@@ -30,7 +30,7 @@ SPAWNS = re.compile(r"\b(mp|multiprocessing)\.spawn\(|(?<![\w.])spawn\(")
 def examine(args, files, processes, nodes=1, quiet=False):
     """The Runs of the script, started once, to its end or until it hangs.
 
-    files: the files.Run that keeps what the script touches. quiet: its output is not shown.
+    files: the files.GuardedRun that keeps what the script touches. quiet: its output is not shown.
     """
     folder = tempfile.mkdtemp(prefix="events-", dir=os.fsdecode(files.journal.folder))
     by = Launcher(args, processes)

@@ -6,7 +6,7 @@ import sys
 import time
 
 from . import notebook, report
-from .files import guarded
+from .files import run_guarded
 from .judges import comparing, findings
 from .launch import Launcher, examine
 from .options import parse_args, text_of
@@ -20,11 +20,11 @@ SEVERAL = say("three machines of a process each")
 def main():
     args = parse_args()
     args.starts_its_own = args.gpus = False
-    args.output = output(args)
-    sys.exit(guarded(lambda files: check_up(args, files), keep=args.keep))
+    args.output = open_output(args)
+    sys.exit(run_guarded(lambda files: check_up(args, files), keep=args.keep))
 
 
-def output(args):
+def open_output(args):
     """Where a format without a file is written. Two of them stand there alone.
 
     All else, what the script prints too, goes to stderr then.
@@ -50,7 +50,7 @@ def check_up(args, files):
         runs = as_if_with_gpus(args, files, runs)
     seconds = time.monotonic() - began
     more = OtherRuns(args, files, runs, seconds, of_files)
-    found = findings(runs, more.findings())
+    found = findings(runs, more.make_and_judge())
     return report.tell(runs, found, seconds, [*more.said, *more.of_files], args, more.ill)
 
 
@@ -102,7 +102,7 @@ class OtherRuns:
         self.ill = False  # whether it could not go on with its own files
         self.of_files = [*of_files]  # what became of the files
 
-    def findings(self):
+    def make_and_judge(self):
         args, run, found = self.args, self.run, []
         if args.script and notebook.is_one(args.script):
             self.said += filter(None, [notebook.left_out(args.script)])

@@ -10,7 +10,7 @@ def judge(ask):
 
 
 def findings(sight):
-    """[Finding]: what explains most, or that nothing hangs."""
+    """[Answer]: what explains most, or that nothing hangs."""
     from . import states, waits  # noqa: F401 - fill JUDGES, in this order
 
     return [next(filter(None, (ask(sight) for ask in JUDGES)))]

@@ -2,7 +2,7 @@
 
 from ..words import say
 from .judges import judge
-from .words import Finding, at, names, of, they, waiting, where
+from .words import Answer, at, names, of, they, waiting, where
 
 
 @judge
@@ -19,7 +19,7 @@ def cannot_see(sight):
             they_wait=they(left, "waits"),
             where=where(left),
         )
-    return Finding(text, "doctor.md#a-job-that-hangs-now", hangs=bool(left))
+    return Answer(text, "doctor.md#a-job-that-hangs-now", hangs=bool(left))
 
 
 @judge
@@ -33,7 +33,7 @@ def one_is_stopped(sight):
         they_are=they(held, "is"),
         pids=pids,
     )
-    return Finding(text, "doctor.md#a-job-that-hangs-now")
+    return Answer(text, "doctor.md#a-job-that-hangs-now")
 
 
 @judge
@@ -48,7 +48,7 @@ def one_is_gone(sight):
         they_are=they(sight.gone, "is"),
         others_wait=they(left, "waits"),
     )
-    return Finding(text, "bugs.md#rank-0-stops-early", at(left[0]))
+    return Answer(text, "bugs.md#rank-0-stops-early", at(left[0]))
 
 
 @judge
@@ -59,7 +59,7 @@ def in_the_debugger(sight):
             "{they_wait} for your words in the debugger, and the others for it",
             they_wait=they(held, "waits"),
         )
-        return Finding(text, "debugging.md#stop-in-a-line", at(held[0]))
+        return Answer(text, "debugging.md#stop-in-a-line", at(held[0]))
     return None
 
 
@@ -70,7 +70,7 @@ def all_work(sight):
     text = say(
         "{ranks} moved or computed between the looks: it does not hang", ranks=of(sight.ranks)
     )
-    return Finding(text, "doctor.md#a-job-that-hangs-now", hangs=False)
+    return Answer(text, "doctor.md#a-job-that-hangs-now", hangs=False)
 
 
 @judge
@@ -94,7 +94,7 @@ def some_do_not_come(sight):
             here=len(joins),
             size=size,
         )
-    return Finding(text, "faq.md#starting", at(joins[0]))
+    return Answer(text, "faq.md#starting", at(joins[0]))
 
 
 @judge
@@ -120,7 +120,7 @@ def waits_for_data(sight):
     others = waiting(sight)
     if others:
         text = say("{text}; {they_wait} for it", text=text, they_wait=they(others, "waits"))
-    return Finding(text, "debugging.md#who-waits-where", at(one))
+    return Answer(text, "debugging.md#who-waits-where", at(one))
 
 
 def with_code(text, code):
@@ -143,7 +143,7 @@ def they_wait_for_one_that_works(sight):
                 **known,
                 others=where(others),
             )
-        return Finding(text, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
+        return Answer(text, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
     text = say(
         "{they_work} (last seen at {line}), {others_wait} for it: no hang by now. "
         "Look again, with --seconds 60",
@@ -158,7 +158,7 @@ def they_wait_for_one_that_works(sight):
             line=at(slow[0]),
             others_wait=they(left, "waits"),
         )
-        return Finding(text, "debugging.md#who-waits-where", at(slow[0]), hangs=False)
+        return Answer(text, "debugging.md#who-waits-where", at(slow[0]), hangs=False)
     if busy[0]["under"]:
         text = say(
             "{text}, {ranks} under `{condition}`",
@@ -166,4 +166,4 @@ def they_wait_for_one_that_works(sight):
             ranks=names([busy[0]["rank"]]),
             condition=busy[0]["under"],
         )
-    return Finding(text, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
+    return Answer(text, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)

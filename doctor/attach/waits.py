@@ -3,7 +3,7 @@
 from ..words import say
 from .judges import STANDS, judge
 from .states import with_code
-from .words import Finding, at, by_place, names, of, they, waiting, where
+from .words import Answer, at, by_place, names, of, they, waiting, where
 
 
 @judge
@@ -17,7 +17,7 @@ def new_group_by_some(sight):
         "not in the group: is one before this made by some alone? {where}",
         where=where(left),
     )
-    return Finding(text, STANDS, at(found[0]), mistake=True)
+    return Answer(text, STANDS, at(found[0]), mistake=True)
 
 
 @judge
@@ -45,7 +45,7 @@ def a_rank_alone(sight):
             alone = (
                 "bugs.md#the-wrapped-model-on-rank-0-alone" if one["kind"] == "forward" else alone
             )
-            return Finding(text, alone, at(one), mistake=True)
+            return Answer(text, alone, at(one), mistake=True)
     return None
 
 
@@ -62,7 +62,7 @@ def wrapped_alone(sight):
             others=where(others),
         )
         place = "bugs.md#the-wrapped-model-on-rank-0-alone"
-        return Finding(text, place, at(alone[0]), mistake=True)
+        return Answer(text, place, at(alone[0]), mistake=True)
     return None
 
 
@@ -76,7 +76,7 @@ def some_have_left(sight):
             they_have=they(leave, "has"),
             others=where(others),
         )
-        return Finding(text, "bugs.md#rank-0-stops-early", at(leave[0]), mistake=True)
+        return Answer(text, "bugs.md#rank-0-stops-early", at(leave[0]), mistake=True)
     return None
 
 
@@ -120,7 +120,7 @@ def gradients_that_do_not_come(sight):
         others=where(others),
         more=more,
     )
-    return Finding(text, place, at(back[0]), mistake=True)
+    return Answer(text, place, at(back[0]), mistake=True)
 
 
 @judge
@@ -146,7 +146,7 @@ def past_the_loop(sight):
                     second=polls[0][0],
                 )
                 place = "bugs.md#one-process-has-one-step-more"
-                return Finding(text, place, at(one), mistake=True)
+                return Answer(text, place, at(one), mistake=True)
     return None
 
 
@@ -171,7 +171,7 @@ def one_is_elsewhere(sight):
             line=at(idle[0]),
         )
     text = say("{text}, where nothing is computed", text=with_code(text, idle[0]["text"]))
-    return Finding(text, "bugs.md#rank-0-prepares-for-longer-than-the-timeout", at(idle[0]))
+    return Answer(text, "bugs.md#rank-0-prepares-for-longer-than-the-timeout", at(idle[0]))
 
 
 @judge
@@ -187,7 +187,7 @@ def calls_do_not_match(sight):
             "must send first, the other receive",
             where=where(left),
         )
-        return Finding(text, STANDS, at(left[0]), mistake=True)
+        return Answer(text, STANDS, at(left[0]), mistake=True)
     odd = next((group[0] for group in groups if group[0]["when"]), None)
     if odd:
         more = say(
@@ -201,7 +201,7 @@ def calls_do_not_match(sight):
         "the ranks do not make the same calls: {where}. {more}", where=where(left), more=more
     )
     place = "doctor.md#the-processes-do-not-do-the-same"
-    return Finding(text, place, at(groups[0][0]), mistake=True)
+    return Answer(text, place, at(groups[0][0]), mistake=True)
 
 
 @judge
@@ -217,20 +217,20 @@ def all_in_one_place(sight):
             "again, with --seconds 60",
             line=at(one),
         )
-        return Finding(text, "doctor.md#a-job-that-hangs-now", at(one), hangs=False)
+        return Answer(text, "doctor.md#a-job-that-hangs-now", at(one), hangs=False)
     known = {"call": one["words"], "line": at(one)}
     if one["kind"] == "message":
         text = say(
             "all ranks wait in {call} at {line}: each for a message that none sends", **known
         )
-        return Finding(text, STANDS, at(one), mistake=True)
+        return Answer(text, STANDS, at(one), mistake=True)
     text = say(
         "all ranks wait in {call} at {line}: their tensors differ in size, one has "
         "made more calls before (the flight recorder tells: --dumps), or the "
         "network fails",
         **known,
     )
-    return Finding(text, "debugging.md#the-flight-recorder", at(one))
+    return Answer(text, "debugging.md#the-flight-recorder", at(one))
 
 
 @judge
@@ -243,7 +243,7 @@ def all_wait_here(sight):
             where=where(left),
             ranks=names(sight.elsewhere),
         )
-        return Finding(text, "doctor.md#a-job-that-hangs-now", at(left[0]))
+        return Answer(text, "doctor.md#a-job-that-hangs-now", at(left[0]))
     return None
 
 
@@ -251,4 +251,4 @@ def all_wait_here(sight):
 def stands_otherwise(sight):
     found = sight.that("stands")
     text = say("{where}: stands, in no call that waits for another rank", where=where(found))
-    return Finding(text, "debugging.md#who-waits-where", at(found[0]))
+    return Answer(text, "debugging.md#who-waits-where", at(found[0]))

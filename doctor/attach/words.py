@@ -6,7 +6,7 @@ from ..words import both, clauses, listed, say
 from . import places
 
 
-class Finding(NamedTuple):
+class Answer(NamedTuple):
     text: str
     place: str  # PAGE.md#HEADING
     line: str = ""  # "train.py:48"

@@ -18,13 +18,13 @@ shells.py    which programs a command starts, and where; syntax.py: a shell's wo
 restore.py   puts back; tell.py: says so; inventory.py: what nobody saw
 guard.py     ends all processes and puts back, however the doctor ends; ends.py: finds and ends them
 
-guarded(work)    runs work(run) under a guard; returns the exit code
-Run              .env() for the script's processes, .put_back(keep) -> the report's lines
-install()        looks at this process; the environment of Run.env() does it, too
-restore_dead()   puts back what killed doctors have left -> the report's lines
+run_guarded(work)  runs work(run) under a guard; returns the exit code
+GuardedRun         .env() for the script's processes, .put_back(keep) -> the report's lines
+install()          looks at this process; the environment of GuardedRun.env() does it, too
+restore_dead()     puts back what killed doctors have left -> the report's lines
 """
 
-from .guard import Run, guarded, restore_dead
+from .guard import GuardedRun, restore_dead, run_guarded
 from .hook import install
 
-__all__ = ["Run", "guarded", "install", "restore_dead"]
+__all__ = ["GuardedRun", "install", "restore_dead", "run_guarded"]

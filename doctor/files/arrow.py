@@ -21,9 +21,9 @@ NAMES = (str, bytes, os.PathLike)
 
 
 def announce(process, file, cuts=False):
-    from .hook import guarded, on_write  # it imports us
+    from .hook import handle, on_write  # it imports us
 
-    guarded(process, on_write, file, cuts, False)
+    handle(process, on_write, file, cuts, False)
 
 
 def wrap_lib(process, lib):
@@ -72,21 +72,21 @@ def wrap_function(module, name, before):
 
 def wrap_file_systems(process, arrow):
     """Of some, C makes the objects: so their class keeps its place, and gets other methods."""
-    from .hook import guarded, on_remove, on_rename, on_rmtree
+    from .hook import handle, on_remove, on_rename, on_rmtree
 
     def empties(path):
         for name in os.listdir(path) if os.path.isdir(path) else ():
             inner = os.path.join(path, name)
-            guarded(process, on_rmtree if is_folder(inner) else on_remove, inner)
+            handle(process, on_rmtree if is_folder(inner) else on_remove, inner)
 
     methods = {
         "open_output_stream": lambda path: announce(process, path, cuts=True),
         "open_append_stream": lambda path: announce(process, path),
-        "create_dir": lambda path: guarded(process, on_folders, path),
-        "delete_file": lambda path: guarded(process, on_remove, path),
-        "delete_dir": lambda path: guarded(process, on_rmtree, path),
+        "create_dir": lambda path: handle(process, on_folders, path),
+        "delete_file": lambda path: handle(process, on_remove, path),
+        "delete_dir": lambda path: handle(process, on_rmtree, path),
         "delete_dir_contents": empties,
-        "move": lambda src, dest: guarded(process, on_rename, src, dest),
+        "move": lambda src, dest: handle(process, on_rename, src, dest),
         "copy_file": lambda src, dest: announce(process, dest),
     }
     for name, before in methods.items():
@@ -162,19 +162,19 @@ def many(process, system, path, pattern):
     """While files are written in a folder: what fits the pattern is written where it lies."""
     import pyarrow._fs
 
-    from .hook import guarded
+    from .hook import handle
 
     path = local(pyarrow._fs, system, path)
     if not path:
         yield
         return
     path = os.path.realpath(os.fsencode(path))
-    guarded(process, on_many, path, pattern)
+    handle(process, on_many, path, pattern)
     before = dict(walk(path))
     try:
         yield
     finally:
-        guarded(process, on_many_written, path, before)
+        handle(process, on_many_written, path, before)
 
 
 def on_many(process, path, pattern):

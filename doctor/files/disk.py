@@ -29,7 +29,7 @@ def writable(path):
     return os.access(path, os.W_OK | os.X_OK if folder else os.W_OK, **AS_I_AM)
 
 
-def whole(path):
+def without_links(path):
     """The name itself, which may be a link; its folder has no links."""
     folder, name = os.path.split(path.rstrip(b"/") or b"/")
     if name in (b"", b".", b".."):
@@ -94,13 +94,13 @@ def copy_bytes(source, target):
     os.ftruncate(target, size)
 
 
-def same_facts(path, fresh, info):
+def copy_facts(path, fresh, info):
     with contextlib.suppress(OSError):
         os.chown(fresh, info.st_uid, info.st_gid)
     shutil.copystat(path, fresh)  # its extended attributes too
 
 
-def open_folder(path, info):
+def make_writable(path, info):
     """Let its owner look into it and write."""
     owner = os.geteuid() == info.st_uid
     if owner and os.geteuid() and stat.S_IMODE(info.st_mode) & 0o700 != 0o700:
@@ -115,7 +115,7 @@ def is_inode(path, facts):
 def put(kept, path, entry):
     """Put back a file or link that was kept; a copy stays, until its mode and time are set."""
     with contextlib.suppress(OSError):
-        open_folder(up(path), os.stat(up(path)))
+        make_writable(up(path), os.stat(up(path)))
     with contextlib.suppress(OSError):  # another file system by now, or a folder that is closed
         if entry["how"] == "link":
             os.replace(kept, path)

@@ -4,9 +4,9 @@ import itertools
 import os
 import re
 
-from .disk import walk, whole
+from .disk import walk, without_links
 from .git import of_git
-from .names import named, near, values_of
+from .names import near, paths_named, values_of
 from .syntax import SHELLS, UNKNOWN
 
 READ_ONLY = """nvidia-smi rocm-smi uname lscpu lspci ls cat head tail grep egrep fgrep find du df wc
@@ -30,43 +30,45 @@ def effects(words, folder):
     if name == "find" and FINDS_AND_DOES & {*words}:
         starts = [*itertools.takewhile(lambda word: word[:1] not in ("-", "(", "!"), words)]
         how = "goes" if "-delete" in words else "writes"
-        return named(how, [*words, *([] if starts else ["."])], folder)
+        return paths_named(how, [*words, *([] if starts else ["."])], folder)
     if name == "git":
         return of_git(words, folder)
     if name == "tar" and (archive := packed_by_tar(words)) is not None:
-        return named("writes", archive, folder)
+        return paths_named("writes", archive, folder)
     if name == "tar":
-        return named("writes", words, folder) + near(os.path.join(folder, UNKNOWN))
+        return paths_named("writes", words, folder) + near(os.path.join(folder, UNKNOWN))
     if name in OUTPUTS:
-        return named("writes", values_of(words, *OUTPUTS[name].split()), folder)
+        return paths_named("writes", values_of(words, *OUTPUTS[name].split()), folder)
     if name == "uniq":  # IN, OUT
-        return named("writes", [word for word in words if not word.startswith("-")][1:], folder)
+        return paths_named(
+            "writes", [word for word in words if not word.startswith("-")][1:], folder
+        )
     if name == "sed":
-        return named("writes", written_by_sed(words), folder)
+        return paths_named("writes", written_by_sed(words), folder)
     if name in READ_ONLY:
         return []
     if name in COMPILERS:
         stems = [os.path.basename(os.path.splitext(word)[0]) for word in words]
         made = [stem + end for stem in stems for end in (".o", ".s") if {"-c", "-S"} & {*words}]
-        return named("writes", values_of(words, "o", "output") or made or ["a.out"], folder)
+        return paths_named("writes", values_of(words, "o", "output") or made or ["a.out"], folder)
     if name in SHELLS:  # shells.py has read its script
         script = next((word for word in words if not word.startswith(("-", "+"))), None)
-        return named("writes", [word for word in words if word != script], folder)
+        return paths_named("writes", [word for word in words if word != script], folder)
     if name in COPIES:
         return of_copies(name, words, folder)
     if name == "zip":
         archive = next((word for word in words if not word.startswith("-")), "")
         ends = "" if "." in os.path.basename(archive) or not archive else ".zip"
         moves = any(re.match(r"-[a-zA-Z]*m|--move", word) for word in words)
-        found = named("removes", [w for w in words if w != archive], folder) if moves else []
-        return [*found, *named("writes", [archive + ends], folder)]
+        found = paths_named("removes", [w for w in words if w != archive], folder) if moves else []
+        return [*found, *paths_named("writes", [archive + ends], folder)]
     if name in PACKS:
         return of_packing(PACKS[name], words, folder)
-    found = named("goes" if name in REMOVES else "writes", words, folder)
+    found = paths_named("goes" if name in REMOVES else "writes", words, folder)
     if name in ("mkdir", "mktemp"):
         return [(how, path) for how, path in found if how != "near" and not os.path.lexists(path)]
     if name == "curl" and any(re.match(r"-\w*O|--remote-name", word) for word in words):
-        found += named("writes", [word.rpartition("/")[2] for word in words], folder)
+        found += paths_named("writes", [word.rpartition("/")[2] for word in words], folder)
     # These find their names in an archive, and remove a file before they write it.
     return found + (near(os.path.join(folder, UNKNOWN)) if name in ("unzip", "patch") else [])
 
@@ -94,10 +96,10 @@ def of_copies(name, words, folder):
     *sources, last = words if target is None else [*words, target]
     if not sources:
         sources, last = [last], "."  # ln -s ../data
-    (last_how, last), *_ = named("removes", [last], folder) or [("near", b"/")]
+    (last_how, last), *_ = paths_named("removes", [last], folder) or [("near", b"/")]
     if last_how == "near":
         how = "removes" if name == "mv" else "near"
-        return named(how, words, folder) + [("written" if name == "cp" else last_how, last)]
+        return paths_named(how, words, folder) + [("written" if name == "cp" else last_how, last)]
     found = [("removes", last)] if os.path.islink(last) else []
     if "--delete" in " ".join(flags):
         found.append(("removes", os.path.realpath(last)))
@@ -114,7 +116,7 @@ def of_copies(name, words, folder):
     if name == "cp" and (set(short) & set("niul") or any("--" in flag for flag in flags)):
         how = "writes"  # it may leave it as it is
     for source in sources:
-        for kind, path in named("removes", [source], folder):
+        for kind, path in paths_named("removes", [source], folder):
             if kind == "near":
                 found += [(kind, path), *([("near", last)] if into else [])]
                 continue
@@ -126,7 +128,7 @@ def of_copies(name, words, folder):
                 bases = {last, base} if source.endswith("/") and name != "rsync" else {last}
             for one in bases:
                 found += of_copy(path, one, how, name)
-    return [(how, whole(path)) for how, path in found]
+    return [(how, without_links(path)) for how, path in found]
 
 
 def parted(name, words):
@@ -196,4 +198,4 @@ def of_packing(end, words, folder):
     """FILE becomes FILE.gz, or the other way."""
     files = [word for word in words if not word.startswith("-")]
     made = [file.removesuffix(end) if file.endswith(end) else file + end for file in files]
-    return [*named("alone", files, folder), *named("writes", made, folder)]
+    return [*paths_named("alone", files, folder), *paths_named("writes", made, folder)]

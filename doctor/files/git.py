@@ -3,8 +3,8 @@
 import contextlib
 import os
 
-from .disk import walk, whole
-from .names import named, values_of
+from .disk import walk, without_links
+from .names import paths_named, values_of
 
 READS = """status diff log rev-parse describe show ls-files ls-tree cat-file blame shortlog
 rev-list version --version show-ref for-each-ref merge-base ls-remote grep name-rev
@@ -28,20 +28,20 @@ def of_git(words, folder):
     asks = name in ASKS and {*words} <= {name, *ASKS[name].split()}
     asks = asks or (name in (*ASKS, "config") and {*words} & {*ONLY_ASKS})
     if name in READS or not name or asks or words[:2] == ["stash", "list"]:
-        return named("writes", values_of(words, "@", "output"), folder)
+        return paths_named("writes", values_of(words, "@", "output"), folder)
     if name in ("clone", "init"):
         names = [word for word in words[words.index(name) + 1 :] if word not in flags] or ["."]
         made = os.path.join(names[-1], ".git")
         if name == "clone":  # from the first: it is only read
             made = os.path.basename(names[0].rstrip("/")).removesuffix(".git")
             made = names[-1] if names[1:] else made
-        return named("writes", [made], folder)
+        return paths_named("writes", [made], folder)
     top = os.path.realpath(folder)
     while not os.path.exists(os.path.join(top, ".git")) and os.path.dirname(top) != top:
         top = os.path.dirname(top)
     own = gits_folders(os.path.join(top, ".git"))
     if not own:  # yet, where an earlier command of the line makes it
-        return [] if name in (*OWN_ONLY, "add") else [("near", whole(os.fsencode(folder)))]
+        return [] if name in (*OWN_ONLY, "add") else [("near", without_links(os.fsencode(folder)))]
     if name == "add":
         return [("removes", os.path.join(own[0], b"index"))]
     inner = [path for one in own for path, _ in walk(one) if b"/objects/" not in path]

@@ -25,7 +25,7 @@ class Ended(BaseException):
     """The doctor was told to end."""
 
 
-class Run:
+class GuardedRun:
     """One run of a script, or several after each other, whose files are put back together.
 
     After put_back(), begin() makes it ready for the next.
@@ -117,12 +117,12 @@ def restore_dead():
 # ---- the two processes
 
 
-def guarded(work, keep=False, show=print):
+def run_guarded(work, keep=False, show=print):
     """work(run) -> exit code, with a guard. What work did not put back itself is put back."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for line in restore_dead():
         show(f" {words.on_screen(line)}")
-    run = Run()
+    run = GuardedRun()
     flush()
     prctl(CHILD_SUBREAPER, 1)
     parent = os.getpid()

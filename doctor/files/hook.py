@@ -11,7 +11,7 @@ import sys
 import urllib.parse
 
 from . import arrow, listing, programs, pythons, writers
-from .disk import whole
+from .disk import without_links
 from .ends import RUN
 from .instead import put_instead
 from .journal import NotKept
@@ -22,14 +22,14 @@ from .process import HERE, INTERRUPTS, Process, own_work, real, text
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def named(path, dir_fd=-1):
-    """A name of the script's as an absolute one: see whole()."""
+def absolute(path, dir_fd=-1):
+    """A name of the script's as an absolute one: see without_links()."""
     if isinstance(path, int):
         return os.readlink(b"/proc/self/fd/%d" % path)
     path = text(path)
     if dir_fd >= 0:
         path = os.path.join(os.readlink(b"/proc/self/fd/%d" % dir_fd), path)
-    return whole(path)
+    return without_links(path)
 
 
 # ---- one function for each event: it has the event's arguments
@@ -62,44 +62,44 @@ def on_truncate(process, path, length):
 
 
 def on_rename(process, old, new, old_fd=-1, new_fd=-1):
-    old, new = named(old, old_fd), named(new, new_fd)
+    old, new = absolute(old, old_fd), absolute(new, new_fd)
     process.recorder.moves(old, new)
     process.on(Keeper.will_rename, old, new)
 
 
 def on_remove(process, path, dir_fd=-1):
-    path = named(path, dir_fd)
+    path = absolute(path, dir_fd)
     process.recorder.loses(path)
     process.on(Keeper.will_remove, path)
 
 
 def on_rmtree(process, path, dir_fd=None):
-    path = named(path, -1 if dir_fd is None else dir_fd)
+    path = absolute(path, -1 if dir_fd is None else dir_fd)
     if os.path.isdir(path) and not os.path.islink(path):
         process.recorder.loses(path)
         process.on(Keeper.will_remove_tree, path)
 
 
 def on_mkdir(process, path, mode=0, dir_fd=-1):
-    process.on(Keeper.will_make, named(path, dir_fd))
+    process.on(Keeper.will_make, absolute(path, dir_fd))
 
 
 def on_bind(process, socket, address):
     if isinstance(address, (str, bytes)) and address:  # a socket that is a file
-        process.on(Keeper.will_make, named(address))
+        process.on(Keeper.will_make, absolute(address))
 
 
 def on_link(process, old, new, old_fd=-1, new_fd=-1):
-    process.on(Keeper.will_link, named(old, old_fd), named(new, new_fd))
+    process.on(Keeper.will_link, absolute(old, old_fd), absolute(new, new_fd))
 
 
 def on_symlink(process, old, new, dir_fd=-1):
-    process.on(Keeper.will_symlink, named(new, dir_fd))
+    process.on(Keeper.will_symlink, absolute(new, dir_fd))
 
 
 def on_facts(process, path, *args):
     dir_fd = args[-1] if args and isinstance(args[-1], int) else -1
-    path = named(path, dir_fd)
+    path = absolute(path, dir_fd)
     for one in {path, real(path)}:  # it may be a link that is followed
         if not process.skips(one):
             process.do(Keeper.will_change_facts, one, os.getpid())
@@ -107,7 +107,7 @@ def on_facts(process, path, *args):
 
 
 def on_attribute(process, path, *args):
-    path = named(path)
+    path = absolute(path)
     if os.path.isfile(path):
         process.will_write(path)
 
@@ -154,7 +154,7 @@ LOSES = {on_open, on_write, on_truncate, on_rename, on_remove, on_rmtree, on_att
 LOSES |= {arrow.on_many}
 
 
-def guarded(process, handler, *args):
+def handle(process, handler, *args):
     """A fault of ours is noted. It ends the script's call only where a file would be lost."""
     was, HERE.waits = HERE.waits, True
     try:
@@ -197,7 +197,7 @@ def install():
     def hook(event, args):
         handler = handlers(event)
         if handler is not None and not HERE.busy:
-            guarded(process, handler, *args)
+            handle(process, handler, *args)
 
     real_open, real_exit = os.open, os._exit
 
@@ -219,7 +219,7 @@ def install():
 
     def making(real):
         def make(path, *args, dir_fd=None, **kwargs):
-            guarded(process, on_symlink, None, path, -1 if dir_fd is None else dir_fd)
+            handle(process, on_symlink, None, path, -1 if dir_fd is None else dir_fd)
             real(path, *args, dir_fd=dir_fd, **kwargs)
 
         return make

@@ -15,7 +15,7 @@ import stat
 import time
 
 from . import opened
-from .disk import copy, on, same_facts, up, walk, writable
+from .disk import copy, copy_facts, on, up, walk, writable
 from .journal import HIDDEN, INO, NotKept, facts, state
 from .paths import below, inside, parents, seen, there
 from .whose import Others
@@ -178,9 +178,9 @@ class Keeper:
         if not entry and state(info) in self.journal.states and not protected:
             return {"do": "new", "path": path}  # the run wrote it, and a program moved it here
         shared = None if entry else self.others.shared(path)
-        return shared or self.kept(path, info, writes)
+        return shared or self.link_or_copy(path, info, writes)
 
-    def kept(self, path, info, writes=False):
+    def link_or_copy(self, path, info, writes=False):
         """An entry of it; its bytes are safe when this returns."""
         entry = {"do": "keep", "path": path, "facts": facts(info)}
         folder = up(path)
@@ -216,7 +216,7 @@ class Keeper:
                     os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
                 else:
                     copy(path, fresh)
-                same_facts(path, fresh, info)
+                copy_facts(path, fresh, info)
                 self.writes(path, by, os.lstat(fresh))
                 os.replace(fresh, path)
                 return

@@ -17,13 +17,13 @@ import itertools
 import os
 import re
 
-from .disk import whole
+from .disk import without_links
 from .syntax import UNKNOWN
 
 NEAR = {"near", "clears", "written"}  # what is there at the end may be somebody else's
 
 
-def named(how, words, folder):
+def paths_named(how, words, folder):
     """The paths that words may mean: patterns are expanded; one that is not clear is near."""
     found = []
     if "--" in words:  # what comes then is no flag
@@ -43,7 +43,7 @@ def named(how, words, folder):
                 more += [os.path.realpath(path), path]
             if not more or os.path.lexists(path):
                 more.append(path)
-            found += [(how, whole(os.fsencode(one))) for one in more]
+            found += [(how, without_links(os.fsencode(one))) for one in more]
     return found
 
 
@@ -51,8 +51,10 @@ def near(path):
     """What may be meant by it: all names that begin so, or a folder."""
     begin = path.partition(UNKNOWN)[0]
     if begin.endswith("/"):
-        return [("near", whole(os.fsencode(begin)))]
-    return [("near", whole(os.fsencode(one))) for one in glob.glob(glob.escape(begin) + "*")]
+        return [("near", without_links(os.fsencode(begin)))]
+    return [
+        ("near", without_links(os.fsencode(one))) for one in glob.glob(glob.escape(begin) + "*")
+    ]
 
 
 def values_of(words, letters, long):

@@ -14,7 +14,7 @@ from .disk import walk
 from .effects import effects, reads_only
 from .journal import NotKept
 from .keep import Keeper
-from .names import NEAR, named, near
+from .names import NEAR, near, paths_named
 from .opened import PROGRAM
 from .paths import seen
 from .pythons import hand_on, has_hook
@@ -74,7 +74,7 @@ def will_run(keeper, skips, found):
     if unclear:  # names come from a pipe or a variable: perhaps these
         for command, folder in ((one, folder) for one in found for folder in one.folders):
             with contextlib.suppress(ValueError):
-                for _, path in named("near", command.words[1:], folder):
+                for _, path in paths_named("near", command.words[1:], folder):
                     if not skips(path) and seen(path):
                         keep_or_note(keeper, path, "near")
 
@@ -82,7 +82,10 @@ def will_run(keeper, skips, found):
 def of_command(keeper, command, folder):
     """What it does with files, from this folder."""
     words = command.words
-    found = [*named("writes", command.into, folder), *named("cuts", command.cuts, folder)]
+    found = [
+        *paths_named("writes", command.into, folder),
+        *paths_named("cuts", command.cuts, folder),
+    ]
     found = [("written", path) if how == "near" else (how, path) for how, path in found]
     python = has_hook(words) if words else None
     if words and not (python and command.hooked):

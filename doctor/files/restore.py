@@ -11,7 +11,7 @@ import os
 import stat
 
 from ..words import say
-from .disk import open_folder, put, up, walk
+from .disk import make_writable, put, up, walk
 from .doctors import all_doctors_of, doctors_of, sweep
 from .journal import ATIME, DEV, GID, INO, MODE, MTIME, SIZE, UID, locked, runs, state
 from .paths import below, inside, seen, there
@@ -77,7 +77,7 @@ class Restore:
             with contextlib.suppress(OSError):
                 for folder, info in walk(path) if there(path) else ():
                     if stat.S_ISDIR(info.st_mode):
-                        open_folder(folder, info)
+                        make_writable(folder, info)
                     if not whole:  # of what was there, each is in the journal
                         break
 

@@ -116,9 +116,9 @@ def wrap(process, module, where, number, keyword):
 
 
 def announce(process, file, cuts=False, replaces=False):
-    from .hook import guarded, on_write  # it imports us
+    from .hook import handle, on_write  # it imports us
 
-    guarded(process, on_write, file, cuts, replaces)
+    handle(process, on_write, file, cuts, replaces)
 
 
 def wrap_archives(process, torch):
@@ -172,9 +172,9 @@ def wrap_stores(process, distributed):
 
     @functools.wraps(real)
     def begin(self, file_name, *args, **kwargs):
-        from .hook import guarded
+        from .hook import handle
 
-        guarded(process, write_on, file_name)
+        handle(process, write_on, file_name)
         real(self, file_name, *args, **kwargs)
 
     distributed.FileStore.__init__ = begin
@@ -230,9 +230,9 @@ def wrap_shared_memory(process, posix):
 
     @functools.wraps(real_unlink)
     def shm_unlink(path):
-        from .hook import guarded, on_remove
+        from .hook import handle, on_remove
 
-        guarded(process, on_remove, "/dev/shm/" + path.lstrip("/"))
+        handle(process, on_remove, "/dev/shm/" + path.lstrip("/"))
         real_unlink(path)
 
     posix.shm_open, posix.shm_unlink = shm_open, shm_unlink

@@ -65,9 +65,10 @@ def other_gradients(run, alone):
     if not same or not (steps[0][0]["weights"] or steps[0][0]["own"] or same_shards(run, alone)):
         return None
     ratios = [
-        ratio(length(row), length([other])) for row, other in zip(steps, others, strict=False)
+        ratio(gradient_norm(row), gradient_norm([other]))
+        for row, other in zip(steps, others, strict=False)
     ]
-    if times := factor(ratios, len(run), 0.1):
+    if times := factor_in_words(ratios, len(run), 0.1):
         sums = [e["line"] for e in run[0].of("collective") if e["gradients"]]
         text = say("the gradients are {times} those of one process", times=times)
         return Finding((sums or [steps[0][0]["line"]])[0], text, SUM, certain=False)
@@ -79,7 +80,7 @@ def same_shards(run, alone):
     return own and [e["weights"] for e in own] == [e["weights"] for e in other]
 
 
-def length(row):
+def gradient_norm(row):
     """The norm of all gradients, of which each process may have a part."""
     plain, _ = row[0]["squares"] or (0, 0)
     return math.sqrt(plain + sum(event["squares"][1] for event in row if event["squares"]))
@@ -89,7 +90,7 @@ def ratio(a, b):
     return a / b if b else 0
 
 
-def factor(ratios, size, near):
+def factor_in_words(ratios, size, near):
     """ "2 times" or "1/2 of" if all ratios are about that, else ""."""
     if ratios and all(abs(one / size - 1) < near for one in ratios):
         return say("{size} times", size=size)
@@ -105,7 +106,7 @@ def other_numbers(run, alone):
     for key in [key for key in own if key in other]:  # in the order in which they were printed
         pairs = [*zip(own[key], other[key], strict=False)]
         apart = len(pairs) > 1 and len(own[key]) == len(other[key])
-        if apart and (times := factor([ratio(a, b) for a, b in pairs], len(run), 0.2)):
+        if apart and (times := factor_in_words([ratio(a, b) for a, b in pairs], len(run), 0.2)):
             a, b = pairs[-1]
             text = say("it prints {a:g}, with one process {b:g}: {times} it", a=a, b=b, times=times)
             found.append(Finding(key[0], text, NUMBERS, certain=False))

@@ -1,4 +1,4 @@
-"""What is saved: by whom, under which names."""
+"""What is saved: by whom, under which names, and whether it is read too early."""
 
 import os
 from collections import defaultdict
@@ -6,7 +6,7 @@ from itertools import combinations
 
 from ..words import listed, say
 from . import Finding, judge
-from .order import in_order, links
+from .order import MEETS, in_order, links
 
 
 @judge("save", "the-wrapped-model-is-saved", certain=False)
@@ -66,3 +66,26 @@ def one_saves_its_part(run):
     if parts and not all(saves):
         text = say("a part of the weights is saved, that of this process: the others save none")
         return Finding(parts[0]["line"], text)
+
+
+@judge("run", "read-before-rank-0-has-saved", certain=True, explains=["weights"])
+def read_too_early(run):
+    """Certain where no wait is between the two, and the script has none that torch does not see."""
+
+    def calls(process, event):  # in which it has met the others
+        return sum(e["kind"] in MEETS for e in process.events[: event["place"]])
+
+    known, all_ranks = links(run), range(len(run))
+    saves = [(rank, save) for rank in all_ranks for save in run[rank].of("save")]
+    for a, save, b in ((a, save, b) for a, save in saves for b in all_ranks if b != a):
+        for load in run[b].of("load"):
+            same = save["path"] and load["path"] == save["path"]
+            alike = same and calls(run[a], save) == calls(run[b], load)
+            if alike and not in_order(known, (a, save), (b, load)):
+                text = say(
+                    "it may be read before another process has saved it ({line}): no barrier() "
+                    "is between",
+                    line=save["line"],
+                )
+                return Finding(load["line"], text, certain=not load["waits"])
+    return None

@@ -5,7 +5,6 @@ import re
 from ..run import differ, each
 from ..words import both, say
 from . import Finding, judge
-from .order import MEETS, in_order, links
 
 # In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
 # of the plain model, B a backward. The line is that of the letter in brackets.
@@ -99,29 +98,6 @@ def scheduled(run):
     return None
 
 
-@judge("run", "read-before-rank-0-has-saved", certain=True, explains=["weights"])
-def read_too_early(run):
-    """Certain where no wait is between the two, and the script has none that torch does not see."""
-
-    def calls(process, event):  # in which it has met the others
-        return sum(e["kind"] in MEETS for e in process.events[: event["place"]])
-
-    known, all_ranks = links(run), range(len(run))
-    saves = [(rank, save) for rank in all_ranks for save in run[rank].of("save")]
-    for a, save, b in ((a, save, b) for a, save in saves for b in all_ranks if b != a):
-        for load in run[b].of("load"):
-            same = save["path"] and load["path"] == save["path"]
-            alike = same and calls(run[a], save) == calls(run[b], load)
-            if alike and not in_order(known, (a, save), (b, load)):
-                text = say(
-                    "it may be read before another process has saved it ({line}): no barrier() "
-                    "is between",
-                    line=save["line"],
-                )
-                return Finding(load["line"], text, certain=not load["waits"])
-    return None
-
-
 @judge("run", NOT_THE_SAME, certain=True, explains=["weights"])
 def steps_differ(run):
     """Certain where all have ended well, and outside of Join(): each process steps for itself."""
@@ -149,7 +125,7 @@ def zeroed_differ(row, run):
 
 
 @judge("trained", NOT_THE_SAME, certain=True)
-def modes_differ(row, run):
+def trained_in_other_modes(row, run):
     """Certain for BatchNorm and dropout: they compute otherwise in training mode."""
     row = [one["forward"] for one in row]  # the first of each pass
     if all(row) and differ(row, "training") and not differ(row, "line"):

@@ -215,7 +215,7 @@ def other_model(row, run):
 
 
 @judge("validates", "doctor.md#the-processes-do-not-do-the-same", certain=True)
-def modes_differ(row, run):
+def validated_in_other_modes(row, run):
     """Certain for BatchNorm and dropout: in training mode they give other answers."""
     if differ(row, "training") and not differ(row, "line"):
         rank = next(rank for rank, event in enumerate(row) if event["training"])

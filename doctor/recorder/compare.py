@@ -2,7 +2,7 @@
 
 import os
 
-from ..attach.words import Finding, names, they
+from ..attach.words import Answer, names, they
 from ..words import clauses, on_screen, page, say
 from .calls import ALIKE, groups_of
 from .read import dumps_in
@@ -18,7 +18,7 @@ def judge(ask):
 
 
 def findings(dumps):
-    """[Finding] of {rank: dump}, the first of each group."""
+    """[Answer] of {rank: dump}, the first of each group."""
     answers = [
         next(filter(None, (ask(group) for ask in JUDGES)), None) for group in groups_of(dumps)
     ]
@@ -72,7 +72,7 @@ def left_out(group):
                 few=counts[few[0]],
                 many=max(counts.values()),
             )
-            return Finding(text, SKIPPED, other.line, mistake=True)
+            return Answer(text, SKIPPED, other.line, mistake=True)
     return None
 
 
@@ -88,7 +88,7 @@ def sizes_differ(group):
             call=call.name,
             calls=by_call(row),
         )
-        return Finding(text, DIFFER, call.line, mistake=True)
+        return Answer(text, DIFFER, call.line, mistake=True)
     return None
 
 
@@ -98,7 +98,7 @@ def other_calls(group):
     if row:
         line = next(iter(row.values())).line
         text = say("call {number} is not the same: {calls}", number=number, calls=by_call(row))
-        return Finding(text, DIFFER, line, mistake=True)
+        return Answer(text, DIFFER, line, mistake=True)
     return None
 
 
@@ -122,7 +122,7 @@ def some_stay_behind(group):
         calls=by_call(row),
         more=more,
     )
-    return Finding(text, DIFFER, before.line if before else "", mistake=True)
+    return Answer(text, DIFFER, before.line if before else "", mistake=True)
 
 
 @judge
@@ -150,7 +150,7 @@ def no_answer(group):
                 other=ranks[1],
                 less=len(less),
             )
-            return Finding(text, "doctor.md#it-stands-still", call.line, mistake=True)
+            return Answer(text, "doctor.md#it-stands-still", call.line, mistake=True)
     return None
 
 
@@ -179,7 +179,7 @@ def all_have_made_it(group):
             number=number,
             calls=by_call(row),
         )
-    return Finding(text, "faq.md#starting", row[pending[0]].line)
+    return Answer(text, "faq.md#starting", row[pending[0]].line)
 
 
 def main(folder):

@@ -23,16 +23,16 @@ def wrap(owner, name, before=None, after=None, waits=None):
     def call(*args, **kwargs):
         doctor_waits_in = waits  # noqa: F841 - process.main_thread() reads it from the stack
         if before:
-            guarded(before, *args, **kwargs)
+            look_safely(before, *args, **kwargs)
         result = real(*args, **kwargs)
         if after:
-            guarded(after, result, *args, **kwargs)
+            look_safely(after, result, *args, **kwargs)
         return result
 
     setattr(owner, name, call)
 
 
-def guarded(look, *args, **kwargs):
+def look_safely(look, *args, **kwargs):
     """A fault of the doctor must not end the script: it is noted."""
     try:
         return look(*args, **kwargs)

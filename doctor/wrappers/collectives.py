@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ..events import HERE, MESSAGES, RECORD, is_users, note, total, users_line
 from . import wrap
-from .groups import is_part
+from .groups import note_part
 from .optimizers import is_gradient
 from .sets import loop_over_a_set
 
@@ -51,7 +51,7 @@ def wrap_collective(torch, name):
     def before(*args, **kwargs):
         tensor = next((x for x in [*args, *kwargs.values()] if torch.is_tensor(x)), None)
         group = kwargs.get("group") or next((x for x in args if is_group(x)), None)
-        is_part(dist, group)
+        note_part(dist, group)
         note(
             "collective",
             name=name,
@@ -60,7 +60,7 @@ def wrap_collective(torch, name):
             changes=None if tensor is None or tensor.is_inference() else tensor._version,
             gradients=None if tensor is None else is_gradient(tensor),
             whole=group is None or group == dist.group.WORLD,
-            known=known_at(tensor) if name in ("all_reduce", "reduce") else None,
+            known=note_summed(tensor) if name in ("all_reduce", "reduce") else None,
             set=loop_over_a_set(2),
         )
 
@@ -129,7 +129,7 @@ def sum_of_small(torch, tensor):
     return None if tensor.dtype == torch.bool else float(total(tensor))
 
 
-def known_at(tensor):
+def note_summed(tensor):
     """The line that has read what a small tensor holds, if one has."""
     version, line = READ.get(tensor, (None, None)) if tensor is not None else (None, None)
     if line is None or version != tensor._version:

@@ -63,7 +63,7 @@ def wrap_store(store, name):
     wrap(store, name, *((None, after) if name in HEARS else (before, None)))
 
 
-def is_part(dist, group):
+def note_part(dist, group):
     """Whether a collective, or DDP, is given a group of some of the processes alone; noted."""
     part = group is not None and 0 < dist.get_world_size(group) < dist.get_world_size()
     if part:

@@ -8,7 +8,7 @@ import weakref
 
 from ..events import FORWARD, bits, is_plain, note
 from . import wrap
-from .groups import is_part
+from .groups import note_part
 
 MODELS = []  # those that DDP has wrapped
 NAMES = {}  # id of a parameter: (number of its model, its name)
@@ -39,7 +39,7 @@ def install(torch):
         number = len(MODELS)
         MODELS.append(self)
         weights = self.module.named_parameters()
-        if is_part(torch.distributed, self.process_group):
+        if note_part(torch.distributed, self.process_group):
             weights = ()  # those of others may differ
         alike = {id(w): (number, n) for n, w in weights if n not in self.parameters_to_ignore}
         NAMES.update(alike)

@@ -49,7 +49,7 @@ def step(torch, optimizer, *_):
     models = {model for model, *_ in wrapped}
     note(
         "step",
-        optimizer=number(optimizer),
+        optimizer=register(optimizer),
         weights={f"{model}.{name}": bits(w) for model, name, w in wrapped if looks},
         own={f"{i} {[*w.shape]}": bits(w) for i, w in own if looks},
         parts={f"{i} {part_of(w)}": bits(w.to_local()) for i, w in divided if looks},
@@ -95,7 +95,7 @@ def leave_step(optimizer, *_):
     stepping.discard(optimizer)
 
 
-def number(optimizer):
+def register(optimizer):
     """Its number among the optimizers of this process."""
     known = [reference() for reference in OPTIMIZERS]
     if optimizer not in known:
@@ -106,7 +106,7 @@ def number(optimizer):
 
 def made(_, self, *args, **kwargs):
     zeroed[id(self)] = 0
-    number(self)
+    register(self)
 
 
 def zero(self, *args, **kwargs):

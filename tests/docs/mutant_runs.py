@@ -323,12 +323,12 @@ def doctor():
     launch.subprocess = types.SimpleNamespace(
         Popen=popen, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired
     )
-    plan.guarded = lambda work, keep: work(Files())
+    plan.run_guarded = lambda work, keep: work(Files())
     return plan
 
 
 class Files:
-    """doctor.files.Run for a folder that only these scripts use: a copy, put back after each run.
+    """As doctor.files.GuardedRun, for a folder that only these scripts use: a copy, put back.
 
     The real one starts a guard and a hook in each process, which is not what is measured here.
     """

@@ -37,7 +37,7 @@ def work(run):
     codes = [subprocess.Popen(command, env=run.env()) for command in commands]
     return max(one.wait() for one in codes)
 commands = [[sys.executable, *sys.argv[1 + keep:]]] * {{processes}}
-sys.exit(files.guarded(work, keep=keep, show=lambda line: print(line, flush=True)))
+sys.exit(files.run_guarded(work, keep=keep, show=lambda line: print(line, flush=True)))
 """
 OLD = "old " * 50
 
@@ -816,7 +816,7 @@ def work(run):
         os._exit(0)
     os.wait()
     print(open("closed/mine").read(), flush=True)
-sys.exit(files.guarded(work))
+sys.exit(files.run_guarded(work))
 """
 
 

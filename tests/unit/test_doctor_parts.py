@@ -247,12 +247,12 @@ def test_a_word_that_is_passed_on_orders_a_save_and_a_load():
     hears = ("store", {"keys": ["saved"], "tells": False, "hears": True})
     passes_on, loads = process(receives, tells), process(hears, ("load", file))
     saves = process(("save", file), sends)
-    assert steps.read_too_early(Run([saves, passes_on, loads])) is None
+    assert saving.read_too_early(Run([saves, passes_on, loads])) is None
     for wrong in (
         [saves, process(tells, receives), loads],
         [process(sends, ("save", file)), passes_on, loads],
     ):
-        found = steps.read_too_early(Run(wrong))
+        found = saving.read_too_early(Run(wrong))
         assert found.text.startswith("it may be read before another process has saved it")
         assert found.certain
 
