@@ -23,15 +23,15 @@ from common.prefetcher import Prefetcher
 from longrun.arguments import ArgumentParser, bounded
 from longrun.checkpoint import Checkpoints
 from longrun.device import own_cores, set_up_device
-from longrun.launcher import join_launcher
-from longrun.messages import user_errors
+from longrun.launcher import check_launcher
+from longrun.messages import exit_on_user_error
 from longrun.model import build_model
 from longrun.report import Report
 from longrun.signals import StopRequest
 from longrun.watch import Watch
 from longrun.weights import load_pretrained
 
-with user_errors(int(os.environ.get("LOCAL_RANK", 0))):
+with exit_on_user_error(int(os.environ.get("LOCAL_RANK", 0))):
     spec = importlib.util.find_spec("apex")
     folders = spec.submodule_search_locations if spec else []
     remedy = "build it as github.com/NVIDIA/apex says; distributed.py --precision bf16 needs none"
@@ -98,15 +98,15 @@ def parse_args(local_world_size):
 def main():
     gc.freeze()  # what is imported: each collection of garbage, also at the exit, is 0.2 s shorter
     # Who am I? torchrun sets these variables for each process; plain python is a group of one.
-    with user_errors(rank=0):  # all print, for none knows its rank yet
-        join_launcher()  # checks them; this process ends when torchrun does
+    with exit_on_user_error(rank=0):  # all print, for none knows its rank yet
+        check_launcher()  # checks them; this process ends when torchrun does
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # and on this machine
 
     # Find what a user can get wrong before any process waits for another.
-    with user_errors(local_rank):  # one line from each node, and exit code 2
+    with exit_on_user_error(local_rank):  # one line from each node, and exit code 2
         args = parse_args(local_world_size)
         checkpoints = Checkpoints(args, rank, world_size)  # locks their folder, reads one
         wrong = args.precision != "fp32" if amp else args.opt_level
@@ -121,7 +121,7 @@ def main():
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         # Where training begins or goes on: an error if the checkpoint is of another task.
-        progress = checkpoints.find_progress(train_set, train_sampler.steps_per_epoch)
+        progress = checkpoints.start_progress(train_set, train_sampler.steps_per_epoch)
         report = Report(progress, rank, world_size, args)
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
@@ -181,13 +181,13 @@ def main():
     if args.compile:
         model.compile(dynamic=False)  # all batches have one size
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
-    with user_errors(rank):
+    with exit_on_user_error(rank):
         # What checkpoints hold. Anything with a state_dict() can be added: scheduler=scheduler.
         checkpoints.attach(net, optimizer, scaler, meters)
         checkpoints.restore()  # if there is one to resume from, it fills them
         checkpoints.check_ranks_agree(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
-            checkpoints.repair_folder()  # removes what a killed run has left half-done
+            checkpoints.discard_leftovers()  # removes what a killed run has left half-done
     if rank == 0:
         report.print_banner(backend, device, train_set, val_set, optimizer, checkpoints.describe())
     if args.evaluate:
@@ -212,7 +212,7 @@ def main():
             buffer.copy_(data.view_as(buffer))
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)
         progress.end_epoch()
-        is_best = progress.record_score(acc1)  # on all ranks. To stop early all call progress.end()
+        is_best = progress.record_score(acc1)  # on all ranks. To stop early: progress.stop_early()
         if rank == 0:
             row = {
                 "epoch": progress.epoch,  # epochs completed

@@ -12,20 +12,20 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.images import image_folders
-from common.loader import TrainSampler, end_with_parent, seed_step, start_loader
+from common.loader import TrainSampler, die_with_parent, seed_step, start_loader
 from common.metrics import AverageMeter, accuracy
 from common.prefetcher import Prefetcher
 from longrun.arguments import ArgumentParser, bounded
 from longrun.checkpoint import Checkpoints
 from longrun.device import own_cores, set_up_device
-from longrun.messages import user_errors
+from longrun.messages import exit_on_user_error
 from longrun.model import build_model
 from longrun.report import Report
 from longrun.signals import StopRequest
 from longrun.watch import Watch
 from longrun.weights import load_pretrained
 
-with user_errors(int(os.environ.get("HOROVOD_LOCAL_RANK", 0))):
+with exit_on_user_error(int(os.environ.get("HOROVOD_LOCAL_RANK", 0))):
     try:
         import horovod.torch as hvd
     except ImportError as error:
@@ -87,10 +87,10 @@ def main():
     world_size = hvd.size()
     local_world_size = hvd.local_size()
     if "HOROVOD_RANK" in os.environ:
-        end_with_parent()  # horovodrun's, if that is killed
+        die_with_parent()  # horovodrun's, if that is killed
 
     # Find what a user can get wrong before any process waits for another.
-    with user_errors(local_rank):  # one line from each node, and exit code 2
+    with exit_on_user_error(local_rank):  # one line from each node, and exit code 2
         args = parse_args(local_world_size)
         checkpoints = Checkpoints(args, rank, world_size)  # locks their folder, reads one
         device = set_up_device(local_rank, local_world_size, args)
@@ -104,7 +104,7 @@ def main():
         train_sampler = TrainSampler(len(train_set), args.batch_size, rank, world_size, args.seed)
         val_sampler = range(rank, len(val_set), world_size)  # every image in one part, none twice
         # Where training begins or goes on: an error if the checkpoint is of another task.
-        progress = checkpoints.find_progress(train_set, train_sampler.steps_per_epoch)
+        progress = checkpoints.start_progress(train_set, train_sampler.steps_per_epoch)
         report = Report(progress, rank, world_size, args)
         local_batch_size = args.batch_size // world_size
         train_loader = start_loader(
@@ -147,13 +147,13 @@ def main():
     if args.compile:
         model.compile(dynamic=False)  # all batches have one size
     meters = {name: AverageMeter(name) for name in ("loss", "acc@1", "acc@5")}
-    with user_errors(rank):
+    with exit_on_user_error(rank):
         # What checkpoints hold. Anything with a state_dict() can be added: scheduler=scheduler.
         checkpoints.attach(net, optimizer, scaler, meters)
         checkpoints.restore()  # if there is one to resume from, it fills them
         checkpoints.check_ranks_agree(train_set, val_set, device, reduce_mean)  # nodes may differ
         if rank == 0 and not args.evaluate:
-            checkpoints.repair_folder()  # removes what a killed run has left half-done
+            checkpoints.discard_leftovers()  # removes what a killed run has left half-done
     if rank == 0:
         report.print_banner(backend, device, train_set, val_set, optimizer, checkpoints.describe())
     if args.evaluate:
@@ -176,7 +176,7 @@ def main():
             broadcast(buffer)
         val_loss, acc1, acc5 = validate(val_batches, net, watch, rank, world_size, args)
         progress.end_epoch()
-        is_best = progress.record_score(acc1)  # on all ranks. To stop early all call progress.end()
+        is_best = progress.record_score(acc1)  # on all ranks. To stop early: progress.stop_early()
         if rank == 0:
             row = {
                 "epoch": progress.epoch,  # epochs completed

@@ -12,7 +12,7 @@ import shutil
 import sys
 
 from longrun.arguments import ArgumentParser
-from longrun.messages import print_lines, printable, user_errors
+from longrun.messages import escaped, exit_on_user_error, print_lines
 
 # What is drawn in one panel; any other number in a row has a panel of its own.
 PANELS = {
@@ -34,7 +34,7 @@ def parse_args():
 
 
 def main():
-    with user_errors(0):
+    with exit_on_user_error(0):
         args = parse_args()
         runs = {folder: read_run(folder) for folder in args.folders}
         if not panels(runs):
@@ -122,7 +122,7 @@ def draw(runs, path):
                 label = key if len(keys) > 1 and number == 0 else None
                 how = dict(color=f"C{number % 10}", linestyle=style, marker=".", markersize=4)
                 axis.plot(*curve(run, key), label=label, **how)
-        axis.set_title(printable(title), fontsize=10)
+        axis.set_title(escaped(title), fontsize=10)
         axis.set_xlabel("epoch", fontsize=9)
         axis.tick_params(labelbottom=True)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -134,7 +134,7 @@ def draw(runs, path):
     for axis in list(axes.flat)[len(shown) :]:
         axis.axis("off")
     names = [plt.Line2D([], [], color=f"C{number % 10}") for number in range(len(runs))]
-    folders = list(map(printable, runs))
+    folders = list(map(escaped, runs))
     figure.legend(names, folders, loc="outside upper center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=120)
 

@@ -1,4 +1,4 @@
-"""Milliseconds of a training step with few images, and whether the device is busy all the time.
+"""Milliseconds of a bare loop's step at several batch sizes, and how busy the device is.
 
 $ python -m benchmarks.batches
 """

@@ -1,4 +1,4 @@
-"""A cluster in a box: nodes as network namespaces, joined by a switch of a chosen speed.
+"""A cluster in a box: network namespaces joined by a switch (Box), and ranks in them (Ranks).
 
 Needs root and iproute2. Without latency the switch is a bridge, and tc's token bucket gives each
 node its rate. With latency or loss a process passes the packets on, each after its time: netem,

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import GPU, ROOT, clean_up_on_sigterm, hardware
-from longrun.files import whole_file
-from longrun.messages import user_errors
+from longrun.files import atomic_write
+from longrun.messages import exit_on_user_error
 
 TESTS = f"pytest {shlex.quote(str(ROOT / 'tests/gpu/test_gpu.py'))} -m gpu -v -p no:cacheprovider"
 TESTS += " --durations=20"
@@ -57,7 +57,7 @@ def main():
     args = parse_args()
     clean_up_on_sigterm()
     here, failed = machine(), []
-    with user_errors(rank=0):
+    with exit_on_user_error(rank=0):
         args.out.mkdir(parents=True, exist_ok=True)
         path = args.out / "gpu_hour.json"
         measured = [name for name, part in read(path, args.small).items() if part["end"] == "done"]
@@ -217,7 +217,7 @@ def keep(path, small, name, part):
     if part["end"] != "done" and parts.get(name, part)["end"] == "done":
         part = parts[name] | {"later": part}
     hour = {"small": small, "parts": parts | {name: part}}
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(json.dumps(hour, indent=1).encode() + b"\n")
 
 

@@ -17,9 +17,9 @@ from statistics import median
 
 import torch
 
-from common.loader import end_with_parent
+from common.loader import die_with_parent
 from longrun.device import own_cores
-from longrun.messages import user_errors
+from longrun.messages import exit_on_user_error
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGENET_IMAGES = 1281167
@@ -99,9 +99,9 @@ class Contestant:
 
 def _run(function, *args):
     multiprocessing.set_start_method(None, force=True)  # else its own children are spawned too
-    end_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it kills this process
-    with user_errors(rank=0):
+    with exit_on_user_error(rank=0):
         function(*args)
 
 

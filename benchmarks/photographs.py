@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from common.loader import end_with_parent
+from common.loader import die_with_parent
 from longrun.device import own_cores
 
 CLASSES = 8
@@ -56,7 +56,7 @@ def _begin_worker():
     lock that handler may never run, and the pool would wait for the worker forever.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent()
+    die_with_parent()
 
 
 def _choices(draw):

@@ -1,4 +1,4 @@
-"""Seconds per epoch of every script that can run here, as a table and as a picture.
+"""Images/s of each script that can run here, as ImageNet epochs: a table and a picture.
 
 $ python -m benchmarks.strategies
 """

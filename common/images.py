@@ -27,17 +27,17 @@ def image_folders(data, image_size, evaluate=False):
     """
     augment = RandomCrop(image_size)
     if data is None:
-        data = digits_folder()
+        data = make_digits()
         augment = RandomCrop(image_size, scale=(0.5, 1.0), flip=0)  # a mirrored 2 is no 2
     middle = functools.partial(centre_crop, size=image_size)
     if evaluate and not os.path.isdir(f"{data}/train"):
         val_set = ImageFolder(f"{data}/val", middle)
         return val_set, val_set
     sets = ImageFolder(f"{data}/train", augment), ImageFolder(f"{data}/val", middle)
-    return with_same_classes(*sets, data)
+    return align_classes(*sets, data)
 
 
-def with_same_classes(train_set, val_set, data):
+def align_classes(train_set, val_set, data):
     """(train_set, val_set), the targets of val_set numbered as those of train_set.
 
     Raises ValueError where their classes differ, one has no images in train/, or there is but one.
@@ -83,19 +83,19 @@ class ImageFolder(Dataset):
         if not os.path.isdir(root):
             raise ValueError(f"no folder {root}: train/ and val/ must hold a folder per class")
         entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
-        self.classes = in_order(entry.name for entry in entries if entry.is_dir())
+        self.classes = sorted_classes(entry.name for entry in entries if entry.is_dir())
         if not self.classes:
             raise ValueError(f"no class folders in {root}: put its images into {root}/CLASS/")
         found = [_files(root, name) for name in self.classes]
         files = [[x for x in part if is_image(x)] for part in found]
         others = [x for part in found for x in part if not is_image(x)]
         others += [entry.name for entry in entries if not entry.is_dir()]
-        self.skipped = not_read(others, root)
+        self.skipped = describe_unread(others, root)
         if not any(files):
             kinds = " ".join(IMG_EXTENSIONS)
             message = f"no images ({kinds}) in the folders of {root}; not read: {self.skipped}"
             raise ValueError(message.removesuffix("; not read: "))
-        self.paths = Names(os.fsencode(file) for part in files for file in part)
+        self.paths = PackedNames(os.fsencode(file) for part in files for file in part)
         self.targets = np.repeat(np.arange(len(files)), [len(part) for part in files])
 
     def __len__(self):
@@ -118,7 +118,7 @@ class ImageFolder(Dataset):
         return image, int(self.targets[index])
 
 
-class Names:
+class PackedNames:
     """A list of bytes that workers share: as two arrays, for a million small objects would be
     copied into every worker, as their reference counts are written to.
     """
@@ -142,7 +142,7 @@ class Names:
             start = end
 
 
-def in_order(names):
+def sorted_classes(names):
     """Names of classes, sorted: as numbers where all are, so that 10 comes after 9."""
     names = sorted(names)
     return sorted(names, key=int) if all(x.isascii() and x.isdecimal() for x in names) else names
@@ -152,7 +152,7 @@ def is_image(name):
     return name.lower().endswith(IMG_EXTENSIONS)
 
 
-def not_read(names, place):
+def describe_unread(names, place):
     """How many files are not read, where, and of which endings, in words; "" for none.
 
     Images among them lie beside the folders of the classes, not in one.
@@ -223,7 +223,7 @@ def centre_crop(image, size):
     return F.center_crop(F.resize(image, [size * 256 // 224], antialias=True), [size, size])
 
 
-def digits_folder(parent="data"):
+def make_digits(parent="data"):
     """1797 handwritten digits of scikit-learn as 64 x 64 PNGs in train/ and val/; returns the path.
 
     Written at first use, whole or not at all; of processes that ask together, one is the first.

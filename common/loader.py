@@ -1,4 +1,4 @@
-"""In which order images are read, by which processes, with which random numbers."""
+"""TrainSampler, start_loader, the seeds; and how a process ends when its parent does."""
 
 import atexit
 import ctypes
@@ -130,7 +130,7 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
 
 
 def _start_worker(worker):
-    end_with_parent()
+    die_with_parent()
     for number in SIGNALS:  # a stop is the training process's to handle; it still needs images
         signal.signal(number, signal.SIG_IGN)
 
@@ -153,7 +153,7 @@ def keep_memory():
     libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
 
 
-def end_with_parent():
+def die_with_parent():
     """Let the kernel, Linux, kill this process when the one that started it is gone.
 
     A launcher that is killed by SIGKILL cannot stop its workers: they would train on, and write

@@ -1,4 +1,4 @@
-"""What is measured, and its mean over steps and over processes."""
+"""AverageMeter, the accuracy of a batch, and reduce_mean over all processes."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A Python process that something of the run has started, such as a shell script: is it a rank?
+"""Is this Python process a rank? If so it becomes `python doctor SCRIPT`, which looks at it.
 
 Python's sitecustomize (files/site) asks here, before anything is run. A process that runs a script
 of the user's is replaced by `python doctor SCRIPT`, which looks at it: the same process, with the

@@ -1,4 +1,4 @@
-"""What is recorded: the events of a process, in their order, a line of JSON each.
+"""The events that are recorded: their fields, note(), the user's line; checksums of tensors.
 
 Every event also has "line", the line of the user's code in which it was noted, as "train.py:48".
 """

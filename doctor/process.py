@@ -1,4 +1,4 @@
-"""A process of the script: what it does is looked at, then the script runs as if started alone."""
+"""Runs the script in this process: wrapped, watched by a thread, and its end is noted."""
 
 import faulthandler
 import gc

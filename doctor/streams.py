@@ -1,4 +1,4 @@
-"""What the doctor prints when nobody reads it any more, as in `python doctor ... | head`: nothing.
+"""stdout and stderr that nobody may read any more, as behind `| head`: the doctor goes on.
 
 The run goes on, and ends with its usual exit code. That of a BrokenPipeError is 1: "a mistake".
 """

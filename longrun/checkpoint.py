@@ -14,7 +14,7 @@ from itertools import zip_longest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .files import append_line, cut_lines, json_line, whole_file
+from .files import append_line, atomic_write, cut_lines, json_line
 from .locks import lock_folder
 from .messages import first_line
 from .progress import Progress
@@ -36,7 +36,7 @@ class Checkpoints:
     Rank 0 locks args.checkpoint_dir against other runs, unless it only evaluates. Each process
     reads the checkpoint that args.resume asks for, to the CPU; "auto" takes the newest good one in
     the folder, or starts afresh. Nothing in the folder changes but its `.lock`, until
-    repair_folder(). Call the methods in the order in which they stand here.
+    discard_leftovers(). Call the methods in the order in which they stand here.
 
     Raises ValueError for a folder that another run writes to or has written, and for a checkpoint
     that is damaged or does not fit; OSError for what cannot be read or written.
@@ -47,9 +47,9 @@ class Checkpoints:
         self.folder = os.path.realpath(args.checkpoint_dir)
         if rank == 0 and not args.evaluate:
             self.lock = lock_folder(self.folder)  # until this process ends
-        self.path, self.checkpoint, self.damaged = find_checkpoint(args)
-        held = [name for name in FILES if os.path.lexists(self.file(name))]
-        self.goes_on = self.path and (args.resume == "auto" or self.path == self.file(NEWEST))
+        self.path, self.checkpoint, self.damaged = load_resumed(args)
+        held = [name for name in FILES if os.path.lexists(self.path_of(name))]
+        self.goes_on = self.path and (args.resume == "auto" or self.path == self.path_of(NEWEST))
         if held and not self.goes_on and not args.evaluate:
             remedy = "give another --checkpoint-dir, or continue the newest with --resume auto"
             raise ValueError(f"{self.folder} holds a run ({held[0]}): {remedy}")
@@ -58,16 +58,16 @@ class Checkpoints:
     def saved_flags(args, *names):
         """{name: value} of these flags in the checkpoint that args.resume asks for, if any.
 
-        Raises as find_checkpoint() does.
+        Raises as load_resumed() does.
         """
-        checkpoint = find_checkpoint(args)[1]
+        checkpoint = load_resumed(args)[1]
         saved = checkpoint["args"] if checkpoint else {}
         return {name: saved[name] for name in names if name in saved}
 
-    def file(self, name):
+    def path_of(self, name):
         return os.path.join(self.folder, name)
 
-    def find_progress(self, train_set, steps_per_epoch):
+    def start_progress(self, train_set, steps_per_epoch):
         """The Progress from which training goes on; with args.evaluate it has ended there.
 
         train_set: a data set with a list `classes`. Raises ValueError for fewer images than one
@@ -87,7 +87,7 @@ class Checkpoints:
         self.progress = Progress(steps_per_epoch, total_steps, ended=args.evaluate)
         if self.checkpoint:
             self._require_same_task()
-            self._go_on()
+            self._take_position()
         return self.progress
 
     def _require_same_task(self):
@@ -99,7 +99,7 @@ class Checkpoints:
             for key in ("batch_size", "seed", "images"):
                 self._require_same(f"half an epoch of {key}", saved["args"][key], now[key])
 
-    def _go_on(self):
+    def _take_position(self):
         saved, progress, args = self.checkpoint, self.progress, self.args
         progress.epoch, progress.step = saved["epoch"], saved["step"]
         if self.goes_on:  # else the first validation makes the new folder's model_best.pth
@@ -122,7 +122,7 @@ class Checkpoints:
         self.meters, self.more = meters, more
         self.constants = {name for name, x in net.named_buffers() if x.isnan().any()}  # a mask?
         # At the resume it would be too late to learn that it cannot be loaded.
-        save_and_load([part.state_dict() for part in more.values()])
+        check_loadable([part.state_dict() for part in more.values()])
 
     def restore(self):
         """Fill what is attached from the checkpoint, if there is one.
@@ -184,17 +184,18 @@ class Checkpoints:
             if round(square - mean**2) > 0:  # it has a variance
                 raise ValueError(f"the {what} differs between processes: compare the nodes' disks")
 
-    def repair_folder(self):
+    def discard_leftovers(self):
         """Rank 0, once all processes agree: remove what a killed process has left half-done.
 
         A damaged newest checkpoint is kept as checkpoint.damaged-TIME.pth. Lines of metrics.jsonl
         that are beyond the checkpoint are cut off.
         """
         for name in filter(TEMPORARY.fullmatch, os.listdir(self.folder)):
-            os.remove(self.file(name))
-        if self.damaged and os.path.exists(self.file(NEWEST)):
-            os.replace(self.file(NEWEST), self.file(f"checkpoint.damaged-{time.time_ns()}.pth"))
-        cut_lines(self.file(METRICS), self.progress.epoch, self.progress.step)
+            os.remove(self.path_of(name))
+        if self.damaged and os.path.exists(self.path_of(NEWEST)):
+            damaged = self.path_of(f"checkpoint.damaged-{time.time_ns()}.pth")
+            os.replace(self.path_of(NEWEST), damaged)
+        cut_lines(self.path_of(METRICS), self.progress.epoch, self.progress.step)
 
     def describe(self):
         """Lines for people: where checkpoints go, which was read, and which flags have changed."""
@@ -259,11 +260,11 @@ class Checkpoints:
             "args": self.saved_args,
         }
         if is_best:
-            with whole_file(self.file(BEST)) as file:
+            with atomic_write(self.path_of(BEST)) as file:
                 torch.save(state, file)
         if row:
-            append_line(self.file(METRICS), line)
-        with whole_file(self.file(NEWEST), keep=self.file(PREVIOUS)) as file:
+            append_line(self.path_of(METRICS), line)
+        with atomic_write(self.path_of(NEWEST), keep=self.path_of(PREVIOUS)) as file:
             torch.save(state, file)
 
 
@@ -271,7 +272,7 @@ class Damaged(ValueError):
     """A checkpoint whose contents are not what was written."""
 
 
-def find_checkpoint(args):
+def load_resumed(args):
     """(path, checkpoint, damaged) of what args.resume asks for; (None, None, []) for a fresh start.
 
     damaged: a line on each newer file that could not be used. Raises ValueError where all that are
@@ -332,7 +333,7 @@ def check_whole(file):
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
 
 
-def save_and_load(states):
+def check_loadable(states):
     """Raises what torch raises for one that it saves and does not load."""
     file = io.BytesIO()
     torch.save(states, file)

@@ -7,7 +7,7 @@ import os
 
 
 @contextlib.contextmanager
-def whole_file(path, keep=None):
+def atomic_write(path, keep=None):
     """A new binary file that takes the place of `path` when the block ends: all of it, or nothing.
 
     keep: where the old file goes. Raises OSError, and leaves the old file, where it cannot be

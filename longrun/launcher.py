@@ -1,9 +1,9 @@
-"""What a launcher sets for each process: checked, or filled in for plain python."""
+"""Checks what a launcher has set for this process, or sets it for plain python."""
 
 import os
 import socket
 
-from common.loader import end_with_parent
+from common.loader import die_with_parent
 
 from .messages import print_if_possible
 
@@ -17,7 +17,7 @@ GROUP_OF_ONE = {  # for plain python: what torchrun would set for a single proce
 }
 
 
-def join_launcher():
+def check_launcher():
     """Check the variables by which a launcher's processes meet, and end when torchrun ends.
 
     For plain python, where none is set, they become those of a group of one process. A restart that
@@ -25,14 +25,14 @@ def join_launcher():
     mpirun or srun has started several processes, each of which would train alone, and when a rank
     is not a number below the number of processes: the others would wait for it in vain.
     """
-    set_group_of_one()
+    set_or_check_group()
     check_ranks()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_torchrun()
+        die_with_torchrun()
     warn_of_restarts()
 
 
-def set_group_of_one():
+def set_or_check_group():
     missing = [name for name in GROUP_OF_ONE if name not in os.environ]
     if len(missing) == len(GROUP_OF_ONE):
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
@@ -52,9 +52,9 @@ def check_ranks():
             raise ValueError(f"{values}: ranks count from 0, so {rank} must be below {size}")
 
 
-def end_with_torchrun():
+def die_with_torchrun():
     """One that is killed by SIGKILL would leave this process training."""
-    end_with_parent()
+    die_with_parent()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not store_answers():
         raise ValueError("torchrun has ended: start it again")  # killed during our imports
 

@@ -6,7 +6,7 @@ import os
 
 
 @contextlib.contextmanager
-def locked(path):
+def locked_if_possible(path):
     """Run the block in one process at a time, by a lock on a file that may be new.
 
     Where that cannot be written, or the file system has no locks, nobody waits.

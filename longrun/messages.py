@@ -1,4 +1,4 @@
-"""What a process says: lines to stdout, and to stderr the one line on an error of the user's."""
+"""Lines to stdout; for an error of the user's one line to stderr, and exit code 2."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import time
 
 
 @contextlib.contextmanager
-def user_errors(rank):
+def exit_on_user_error(rank):
     """Turn a ValueError, an OSError or an ImportError into one line on stderr and exit code 2.
 
     Of processes that meet the same error rank 0 reports it. The others wait for the launcher to
@@ -32,7 +32,7 @@ def first_line(error):
     return said.splitlines()[0]
 
 
-def printable(text):
+def escaped(text):
     """The text with escapes for what is no visible character: as \\x1b in the name of a file.
 
     Raw, such a name could move the cursor, or look like a line of ours. What the encoding of the
@@ -49,7 +49,7 @@ def print_lines(*lines):
     Raises OSError where they cannot be written, such as for a full disk.
     """
     try:
-        print(*map(printable, lines), sep="\n", flush=True)
+        print(*map(escaped, lines), sep="\n", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -66,8 +66,8 @@ def print_if_possible(*lines):
 
 def print_error(reason, trace=""):
     """Write the reason of an error to stderr, as one line, below a traceback if there is one."""
-    reason = printable(reason)
-    trace = "\n".join(map(printable, trace.split("\n")))  # it ends with the error's own text
+    reason = escaped(reason)
+    trace = "\n".join(map(escaped, trace.split("\n")))  # it ends with the error's own text
     if sys.__stderr__ and sys.__stderr__.isatty():
         trace = f"\r\033[K{trace}"  # over a progress bar
     for stream, text in ((sys.stdout, ""), (sys.__stderr__, f"{trace}{reason}\n")):

@@ -61,6 +61,6 @@ class Progress:
             self.best_acc1, self.best_epoch = float(score), self.epoch + (self.step > 0)
         return is_best
 
-    def end(self):
+    def stop_early(self):
         """Make this epoch the last, before it is saved."""
         self.ended = True

@@ -49,7 +49,7 @@ class Shards:
     """
 
     def __init__(self, net, optimizer, model):
-        self.net, self.whole, self.model = net, optimizer, model
+        self.net, self.saved_optimizer, self.model = net, optimizer, model
         self.pairs = list(zip(net.parameters(), model.parameters(), strict=True))
         shard_of = dict(self.pairs)
         groups = [group.copy() for group in optimizer.param_groups]
@@ -65,12 +65,12 @@ class Shards:
         """
         for weight, shard in self.pairs:
             shard.copy_(_divide(weight, shard))
-            if weight in self.whole.state:
-                state = self.whole.state[weight].items()
+            if weight in self.saved_optimizer.state:
+                state = self.saved_optimizer.state[weight].items()
                 self.optimizer.state[shard] = {key: _divide(value, shard) for key, value in state}
         for buffer, ours in zip(self.net.buffers(), self.model.buffers(), strict=True):
             ours.copy_(buffer)
-        _copy_settings(self.whole, self.optimizer)
+        _copy_settings(self.saved_optimizer, self.optimizer)
 
     @torch.no_grad()
     def gather(self):
@@ -82,10 +82,10 @@ class Shards:
             weight.copy_(_gather(shard))
             if shard in self.optimizer.state:
                 state = self.optimizer.state[shard].items()
-                self.whole.state[weight] = {key: _gather(value) for key, value in state}
+                self.saved_optimizer.state[weight] = {key: _gather(value) for key, value in state}
         for buffer, ours in zip(self.net.buffers(), self.model.buffers(), strict=True):
             buffer.copy_(ours)
-        _copy_settings(self.optimizer, self.whole)
+        _copy_settings(self.optimizer, self.saved_optimizer)
 
 
 def _divide(value, like):

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.loader import end_with_parent
+from common.loader import die_with_parent
 
 from .messages import first_line
 
@@ -26,7 +26,7 @@ class SrunTask:
         if step > 2**32 - 9:
             command = "srun -K -N2 --gres gpu:4 -c 32 python distributed_slurm_main.py"
             raise ValueError(f"not a task of srun: {command}")
-        end_with_parent()  # Slurm's, if that is killed
+        die_with_parent()  # Slurm's, if that is killed
         self.number, self.tasks = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
         self.local_number = int(env["SLURM_LOCALID"])
         self.gpus_on_node = int(env.get("SLURM_GPUS_ON_NODE", 0))

@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 
 import torch.multiprocessing as mp
 
-from common.loader import SIGNALS, end_with_parent
+from common.loader import SIGNALS, die_with_parent
 
 
 def run_child(index, main, *args):
@@ -16,7 +16,7 @@ def run_child(index, main, *args):
 
     It ends with the parent: one that was killed would leave its children training.
     """
-    end_with_parent()
+    die_with_parent()
     try:
         code = main(index, *args)
     except Exception:  # mp.spawn would keep it to itself until all processes have ended

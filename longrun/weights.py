@@ -11,7 +11,7 @@ import torch
 from torchvision import models
 
 from .checkpoint import KEYS, check_whole
-from .locks import locked
+from .locks import locked_if_possible
 from .messages import first_line, print_if_possible
 
 # Where others keep the weights in their checkpoints. Averaged ones come first: these were scored.
@@ -42,7 +42,7 @@ def load_pretrained(net, checkpoints):
             raise ValueError("nothing to evaluate: give --resume PATH or --pretrained")
         return
     if args.pretrained is True:
-        path, remedy = torchvision_file(args, num_classes)
+        path, remedy = download_torchvision(args, num_classes)
     else:
         path, remedy = args.pretrained, "another --arch, or another --image-size?"
     held = read_file(path)
@@ -59,7 +59,7 @@ def load_pretrained(net, checkpoints):
         print_if_possible(told)
 
 
-def torchvision_file(args, num_classes):
+def download_torchvision(args, num_classes):
     """(path, remedy): where torchvision keeps its weights of args.arch, downloaded if need be."""
     arch = args.arch
     if ":" in arch:
@@ -72,7 +72,8 @@ def torchvision_file(args, num_classes):
     path, checksum = os.path.join(folder, name), re.search(r"-([a-f0-9]+)\.", name)
     try:
         os.makedirs(folder, exist_ok=True)
-        with locked(os.path.join(folder, f"{arch}.lock")):  # one downloads, the others wait
+        # One process of a node downloads, the others wait.
+        with locked_if_possible(os.path.join(folder, f"{arch}.lock")):
             if not os.path.exists(path):
                 torch.hub.download_url_to_file(weights.url, path, checksum and checksum[1])
     except Exception as error:  # of many types

@@ -19,16 +19,16 @@ from tqdm import tqdm
 
 from common.images import (
     ImageFolder,
-    Names,
+    PackedNames,
     RandomCrop,
+    align_classes,
     centre_crop,
-    in_order,
+    describe_unread,
     is_image,
-    not_read,
-    with_same_classes,
+    sorted_classes,
 )
 from common.images import image_folders as folders_alone
-from longrun.locks import locked
+from longrun.locks import locked_if_possible
 
 ILSVRC = "ILSVRC2012_img_{}.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -48,7 +48,7 @@ def image_folders(data, image_size, evaluate=False):
         val_set = _images(data, "val", middle)
         return val_set, val_set
     sets = _images(data, "train", RandomCrop(image_size)), _images(data, "val", middle)
-    return with_same_classes(*sets, data)
+    return align_classes(*sets, data)
 
 
 def _images(data, part, transform):
@@ -71,7 +71,7 @@ class ImageArchive(ImageFolder):
         self.archives, self.transform = archives, transform
         index = load_index(archives, part)
         self.classes = [os.fsdecode(name) for name in index["classes"]]
-        self.paths = Names(index["names"].tobytes().split(b"\0"))
+        self.paths = PackedNames(index["names"].tobytes().split(b"\0"))
         self.targets, self.places = index["targets"], index["places"]
         self.may_lack_classes = bool(index["numbered"])  # a number without an image is not seen
         self.skipped = str(index["skipped"])
@@ -127,7 +127,7 @@ def load_index(paths, part):
         open(f"{place}.lock", "a").close()
     except OSError as error:
         raise ValueError(f"{error}: set TORCH_HOME to a folder that can be written") from None
-    with locked(f"{place}.lock"):
+    with locked_if_possible(f"{place}.lock"):
         with contextlib.suppress(Exception), np.load(place) as file:  # none yet, or it is damaged
             return dict(file)
         index = make_index(paths, part)
@@ -186,12 +186,12 @@ def make_index(paths, part):
             f"(tar -cf {part}.tar -C {part} .), or put a KEY.cls beside each KEY.jpg"
         )
     numbered = kinds == {True}
-    classes = in_order(classes)
+    classes = sorted_classes(classes)
     target = {name: i for i, name in enumerate(classes)}
     images.sort(key=lambda image: (target[image[0][0]], *image))
     names = ["/".join([*folders, file]) for folders, file, _ in images]
     return {
-        "skipped": np.array(not_read(others, " to ".join([paths[0], *paths[1:][-1:]]))),
+        "skipped": np.array(describe_unread(others, " to ".join([paths[0], *paths[1:][-1:]]))),
         "classes": np.array([os.fsencode(name) for name in classes]),
         "numbered": np.array(numbered),
         "names": np.frombuffer(os.fsencode("\0".join(names)), np.uint8),
@@ -233,8 +233,8 @@ def _members(file, path, size, folder="", base=0, depth=0):
     """Yield (name, offset, size) of all files and folders in a tar file of so many bytes.
 
     It begins at byte `base` of the file on disk, which the offsets count from. Archives in it are
-    folders: of a file x in C.tar the name is C/x. Names of folders end in a slash. What begins
-    with a dot does not count.
+    folders: of a file x in C.tar the name is C/x. Names of folders end in a slash. What begins with
+    a dot does not count.
     """
     for archive, member in _headers(file, path):
         name = os.path.join(folder, os.path.normpath(member.name).lstrip("/"))

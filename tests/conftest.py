@@ -272,8 +272,8 @@ def last_result(output):
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
     """A folder to run in, which has the digits already."""
-    from common.images import digits_folder
+    from common.images import make_digits
 
     folder = tmp_path_factory.mktemp("work")
-    digits_folder(str(folder / "data"))
+    make_digits(str(folder / "data"))
     return folder

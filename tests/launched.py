@@ -24,7 +24,7 @@ from conftest import (
     torchrun,
 )
 
-from common.images import digits_folder
+from common.images import make_digits
 from tests.docs.ranks import good
 
 # BatchNorm and dropout, 29 steps an epoch, over the end of an epoch; a checkpoint at 5, 10, ...
@@ -63,7 +63,7 @@ def start(name, folder, work, *more, env=SLOW):
 
 def with_pipes(tmp_path):
     """A folder of the digits in which five images are pipes; more than an epoch leaves out."""
-    digits_folder(tmp_path)
+    make_digits(tmp_path)
     data = tmp_path / "digits"
     for path in sorted(data.glob("train/*/*.png"))[::300]:
         path.unlink()

@@ -30,7 +30,7 @@ def arguments(folder, resume="auto", **more):
 def read(folder, resume="auto", images=None, world_size=1, **more):
     """Checkpoints of a run that has the lock, has read its own, and done nothing else."""
     run = Checkpoints(arguments(folder, resume, **more), 0, world_size)
-    run.find_progress(images or Images(), STEPS)
+    run.start_progress(images or Images(), STEPS)
     return run
 
 
@@ -55,7 +55,7 @@ def opened(folder, resume="auto", images=None, **more):
     run = read(folder, resume, images, **more)
     run.attach(*parts())
     run.restore()
-    run.repair_folder()
+    run.discard_leftovers()
     return run
 
 

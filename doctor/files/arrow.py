@@ -203,7 +203,7 @@ def note_many(keeper, path, before):
     closed = {"do": "state", "by": PROGRAM}
     for inner, info in walk(path):
         if inner not in before:
-            keeper.journal.append(*keeper.made(inner))
+            keeper.journal.append(*keeper.entries_for_new(inner))
         is_open = PROGRAM in keeper.journal.opened.now.get(inner, ())
         written = inner not in before or state(info) != state(before[inner])
         protected = not stat.S_ISREG(info.st_mode) or keeper.others.is_protected(info)

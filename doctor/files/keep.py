@@ -64,9 +64,9 @@ class Keeper:
     def will_make(self, path, *more):
         """A name that is not there yet: a file, a folder, a link."""
         if not seen(path):
-            self.journal.append(*self.made(path), *more)
+            self.journal.append(*self.entries_for_new(path), *more)
 
-    def made(self, path):
+    def entries_for_new(self, path):
         """Entries of a name that is not there."""
         known = self.journal.known(path)
         if not known:
@@ -105,9 +105,9 @@ class Keeper:
         info, is_there = seen(old), seen(new)
         if not info:
             return
-        self.holds_no_store(old)
+        self.refuse_if_store_inside(old)
         self.will_remove(new)
-        entries = [] if is_there else [*self.made(new)]
+        entries = [] if is_there else [*self.entries_for_new(new)]
         if not stat.S_ISDIR(info.st_mode):
             self.will_remove(old)
             self.journal.append(*entries, *self.moved(old, new, info))
@@ -123,7 +123,7 @@ class Keeper:
         of_old = [*self.of_folder(up(old)), *self.of_each(walk(old))]
         self.journal.append(*of_old, *entries, sync=True)
 
-    def holds_no_store(self, folder):
+    def refuse_if_store_inside(self, folder):
         """What is kept would go with it."""
         for store in (store for one in [self.journal, *self.others.all()] for store in one.stores):
             if below(store, folder):

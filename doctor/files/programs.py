@@ -152,7 +152,7 @@ def has_room(path, info):
 def keep_folder(keeper, path, how):
     if how in ("goes", "removes"):  # all of it, as shutil.rmtree
         keeper.will_remove_tree(path)
-        keeper.holds_no_store(path)  # Python's own rmtree does not see it: listing.py
+        keeper.refuse_if_store_inside(path)  # Python's own rmtree does not see it: listing.py
         return
     few = [*itertools.islice(walk(path), LINKS + 1)]
     if len(few) > LINKS:
@@ -160,7 +160,7 @@ def keep_folder(keeper, path, how):
         few.pop()
     keeper.will_remove_tree(path, few)
     if how == "clears":
-        keeper.holds_no_store(path)
+        keeper.refuse_if_store_inside(path)
     left = 0 if how in ("near", "clears") else BYTES
     for inner, info in sorted(few, key=lambda one: one[1].st_size)[:FILES]:
         if stat.S_ISREG(info.st_mode) and info.st_size <= left:

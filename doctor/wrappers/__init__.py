@@ -1,4 +1,4 @@
-"""What is wrapped in each process, before the script begins. A file for each subject."""
+"""What is wrapped in each process, a file for each subject: wrap(), install(). print() is here."""
 
 import builtins
 import functools

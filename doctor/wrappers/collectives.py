@@ -1,4 +1,4 @@
-"""Collectives and messages: who calls which, with what; what backward() sees of them."""
+"""Collectives and messages: each call, its backward(), whether a result is read too early."""
 
 import inspect
 import sys

@@ -1,4 +1,4 @@
-"""Steps of optimizers: the weights before them, what was done since the last, what was drawn."""
+"""Steps of optimizers, and what belongs to them: clipping, scaling, schedules, random states."""
 
 import hashlib
 import sys

@@ -1,4 +1,4 @@
-"""What the doctor says, in Chinese: by the English templates that are given to words.say().
+"""Tables alone: the doctor's Chinese by the English templates. words.py looks them up.
 
 A test holds each template against these tables: none is left out, and the fields are the same.
 """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longrun.arguments import ArgumentParser
-from longrun.messages import print_error, print_if_possible, user_errors
+from longrun.messages import exit_on_user_error, print_error, print_if_possible
 
 
 def test_help_shows_the_default_of_every_flag(monkeypatch, capsys):
@@ -53,20 +53,20 @@ def test_the_others_wait_for_local_rank_0_to_speak(rank, waited, monkeypatch, ca
     waits = []
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr("time.sleep", waits.append)
-    with pytest.raises(SystemExit) as end, user_errors(rank):
+    with pytest.raises(SystemExit) as end, exit_on_user_error(rank):
         raise ValueError("wrong\nfurther lines")
     assert (end.value.code, capfd.readouterr().err, waits) == (2, "error: wrong\n", waited)
 
 
 def test_a_mistake_of_ours_is_no_users_error():
-    with pytest.raises(ZeroDivisionError), user_errors(0):
+    with pytest.raises(ZeroDivisionError), exit_on_user_error(0):
         raise ZeroDivisionError
 
 
 def test_a_package_that_is_missing_is_the_users_to_install(monkeypatch, capfd):
     """Such as the one that a recipe needs."""
     monkeypatch.setattr("os._exit", sys.exit)
-    with pytest.raises(SystemExit) as end, user_errors(0):
+    with pytest.raises(SystemExit) as end, exit_on_user_error(0):
         import no_such_package  # noqa: F401
     assert end.value.code == 2
     assert capfd.readouterr().err == "error: No module named 'no_such_package'\n"

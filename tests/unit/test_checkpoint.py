@@ -226,9 +226,9 @@ def test_another_training_is_refused(tmp_path, change, message):
 def test_fewer_images_than_a_step_takes(tmp_path):
     steps = TrainSampler(7, 8, 0, 1, seed=0).steps_per_epoch
     with pytest.raises(ValueError, match="7 images to train do not fill one --batch-size 8"):
-        Checkpoints(arguments(tmp_path, None), 0, 1).find_progress(Images(7), steps)
+        Checkpoints(arguments(tmp_path, None), 0, 1).start_progress(Images(7), steps)
     evaluating = Checkpoints(arguments(tmp_path, None, evaluate=True), 0, 1)
-    evaluating.find_progress(Images(7), steps)
+    evaluating.start_progress(Images(7), steps)
 
 
 def test_an_evaluation_needs_the_model_alone(tmp_path):
@@ -273,7 +273,7 @@ def test_only_a_better_validation_is_the_best(tmp_path):
         save(run, epoch, acc1)
         assert load(tmp_path / "a", "model_best.pth")["epoch"] == best
     for rank in (1, 0):  # each knows the best of the run before it
-        progress = Checkpoints(arguments(tmp_path / "a"), rank, 2).find_progress(Images(), STEPS)
+        progress = Checkpoints(arguments(tmp_path / "a"), rank, 2).start_progress(Images(), STEPS)
         assert not progress.record_score(51.5) and progress.record_score(51.6)
     # In a folder of its own the first is the best, whatever its score.
     save(opened(tmp_path / "b", str(tmp_path / "a/model_best.pth")), 5, -3.5)
@@ -308,10 +308,10 @@ def test_what_is_left(tmp_path):
 def test_an_early_end_is_an_end(tmp_path):
     """Until more epochs are asked for, or the run goes on elsewhere."""
     run = write(tmp_path, 1, epochs=5)
-    run.progress.end()
+    run.progress.stop_early()
     save(run, 2)
     assert left(opened(tmp_path, epochs=5)) == left(opened(tmp_path, epochs=4)) == []
-    assert left(opened(tmp_path / "d", run.file(NAMES[0]), epochs=3)) == [(2, range(10))]
+    assert left(opened(tmp_path / "d", run.path_of(NAMES[0]), epochs=3)) == [(2, range(10))]
     assert left(opened(tmp_path, epochs=6))[0] == (2, range(10))
 
 
@@ -328,7 +328,7 @@ def cut(paths, share):
 def test_the_one_before_is_taken_for_a_damaged_one(tmp_path, bad, epoch, share):
     """The previous one, or else the best one; the damaged newest one is kept."""
     run = write(tmp_path, 2)
-    paths = [run.file(name) for name in NAMES]
+    paths = [run.path_of(name) for name in NAMES]
     cut(paths[:bad], share)
     refused(tmp_path, f"^{paths[0]} is .*damaged", paths[0])
     content = Path(paths[0]).read_bytes()

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 
-from common.images import ImageFolder, RandomCrop, centre_crop, digits_folder, image_folders
+from common.images import ImageFolder, RandomCrop, centre_crop, image_folders, make_digits
 from tests.unit.child import forked
 
 # scikit-learn's two photographs, 427 x 640 RGB.
@@ -374,8 +374,8 @@ def test_folders_that_cannot_train(folder, spoil, message):
 def test_digits_are_written_once_by_processes_that_start_together(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
-    assert forked(digits_folder, str(data), count=2) == [0, 0]
+    assert forked(make_digits, str(data), count=2) == [0, 0]
     assert os.listdir(data) == ["digits"]
-    train_set, val_set = image_folders(digits_folder(str(data)), 64)
+    train_set, val_set = image_folders(make_digits(str(data)), 64)
     assert (len(train_set), len(val_set)) == (1437, 360)
     assert train_set.classes == val_set.classes == list("0123456789")

@@ -6,7 +6,7 @@ import socket
 import pytest
 from conftest import without_launchers
 
-from longrun.launcher import join_launcher
+from longrun.launcher import check_launcher
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 WRONG = {
@@ -19,25 +19,25 @@ WRONG = {
 def test_what_the_environment_must_say(wrong, monkeypatch):
     environment = without_launchers(os.environ)
     monkeypatch.setattr(os, "environ", environment)
-    join_launcher()
+    check_launcher()
     assert environment.items() >= ALONE.items()
-    join_launcher()
+    check_launcher()
     environment |= [wrong.split("=")]
     with pytest.raises(ValueError, match=WRONG[wrong]):
-        join_launcher()
+        check_launcher()
     del environment["LOCAL_RANK"]
     with pytest.raises(ValueError, match="LOCAL_RANK not set though others are"):
-        join_launcher()
+        check_launcher()
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_processes_of_other_launchers_do_not_train_alone(name, monkeypatch):
     clean = without_launchers(os.environ)
     monkeypatch.setattr(os, "environ", clean | {name: "1"})
-    join_launcher()
+    check_launcher()
     monkeypatch.setattr(os, "environ", clean | {name: "4"})
     with pytest.raises(ValueError, match=f"^{name}=4 but RANK .* not set: start with torchrun$"):
-        join_launcher()
+        check_launcher()
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_restarts_that_may_fail(more, warned, monkeypatch, capsys):
     """Processes that a restart has ended are still in the store that torchrun would share."""
     group = ALONE | {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_MAX_RESTARTS": "1"}
     monkeypatch.setattr(os, "environ", without_launchers(os.environ) | group | more)
-    join_launcher()
+    check_launcher()
     line = "warning: a restart may fail: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun\n"
     assert capsys.readouterr().out == line * warned
 
 
 def test_torchrun_that_was_killed_during_the_imports(monkeypatch):
     """Its store is gone with it: its workers would wait for each other there."""
-    monkeypatch.setattr("longrun.launcher.end_with_parent", lambda: None)
+    monkeypatch.setattr("longrun.launcher.die_with_parent", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = str(store.getsockname()[1])
         group = ALONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         group |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         monkeypatch.setattr(os, "environ", without_launchers(os.environ) | group)
-        join_launcher()
+        check_launcher()
     with pytest.raises(ValueError, match="torchrun has ended"):
-        join_launcher()
+        check_launcher()

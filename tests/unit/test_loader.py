@@ -255,7 +255,7 @@ def test_a_batch_that_cannot_be_sent_ends_the_loader():
 
 START = """
 import os, resource, time, torch
-from longrun.messages import user_errors
+from longrun.messages import exit_on_user_error
 from common.loader import start_loader
 
 class Slow(list):
@@ -274,7 +274,7 @@ files, most = len(os.listdir("/proc/self/fd")) + 5, resource.getrlimit(resource.
 resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 batches = list(start(2, items))
 print(sum(images.sum(dtype=torch.int64) for images in batches) // 76800, flush=True)
-with user_errors(0):
+with exit_on_user_error(0):
     start(9, items)
 """
 

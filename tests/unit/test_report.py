@@ -100,7 +100,7 @@ def test_the_summary_of_a_run(tmp_path, capsys, monkeypatch):
     report = reporting(run)
     for acc1 in (50.0, 70.0, 60.0):
         epoch(run, acc1, report=report)
-    run.progress.end()
+    run.progress.stop_early()
     run.save()
     report.began -= 7200
     capsys.readouterr()
@@ -194,7 +194,7 @@ def test_the_banner_of_a_resumed_run(tmp_path, capsys):
     run = opened(tmp_path, epochs=1)
     done = "nothing left to train: 10 of 10 steps are done"
     assert banner(run, capsys).endswith(f"{done}\n")
-    run.progress.end()
+    run.progress.stop_early()
     run.save()
     said = banner(opened(tmp_path, epochs=1), capsys)
     assert said.endswith(f"{done}, and it was ended early\n")

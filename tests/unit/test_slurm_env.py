@@ -35,7 +35,7 @@ TASK = {
 
 @pytest.fixture(autouse=True)
 def outlive_the_parent(monkeypatch):
-    monkeypatch.setattr("longrun.slurm.end_with_parent", lambda: None)  # it is that of the tests
+    monkeypatch.setattr("longrun.slurm.die_with_parent", lambda: None)  # it is that of the tests
 
 
 def task(dist_file=None, **more):
