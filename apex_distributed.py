@@ -48,7 +48,7 @@ with exit_on_user_error(int(os.environ.get("LOCAL_RANK", 0))):
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The defaults of flags are ImageNet's. Without --data, these suit the built-in digits.
-DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "warmup_epochs": 1, "image_size": 64}
+DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "warmup_epochs": 1, "image_size": 32}
 
 
 def parse_args(local_world_size):

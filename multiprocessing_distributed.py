@@ -33,7 +33,7 @@ from longrun.weights import load_pretrained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The defaults of flags are ImageNet's. Without --data, these suit the built-in digits.
-DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "warmup_epochs": 1, "image_size": 64}
+DIGITS = {"arch": "resnet18", "epochs": 4, "batch_size": 64, "warmup_epochs": 1, "image_size": 32}
 
 
 def parse_args(local_world_size):

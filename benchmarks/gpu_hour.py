@@ -97,7 +97,7 @@ def parts(args):
     }
     if args.small:
         model = "--arch benchmarks.models:tiny --image-size 32"
-        step = f"benchmarks.step {model} -b 4 --rounds 1 --steps 1"
+        step = f"benchmarks.step {model} -b 2 --rounds 1 --steps 1"
         images = "--images 64 -b 32 --rounds 1"
         words |= {
             "facts": (90, "benchmarks.facts --rounds 2 --matrix 256 --megabytes 16"),

@@ -18,6 +18,9 @@ import pytest
 # A thread that waits for others sleeps, instead of keeping its core busy: other tests need it.
 PATIENT = {"OMP_WAIT_POLICY": "passive"}
 os.environ |= PATIENT  # is read when torch is loaded
+# Some machines set it: each process that a test starts would compile all modules of ours anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import torch  # noqa: E402
 
@@ -83,7 +86,7 @@ LONGEST = """docs/test_doctor docs/test_docs run/test_training docs/test_doctor_
 cluster/test_slurm
 docs/test_doctor_ends run/test_gpu_hour cluster/test_elastic docs/test_recipes docs/test_minimal
 docs/test_libraries docs/test_compose_pairs run/test_resume run/test_faults docs/test_page
-run/test_screen docs/test_mean_data docs/test_compose""".split()
+run/test_screen docs/test_mean_data docs/test_compose unit/test_optimized""".split()
 ROOMS = {"cluster": 0, "run": 1, "gpu": 2, "docs": 3, "unit": 4}
 
 

@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 import torch
-from conftest import ROOT, load, rows
+from conftest import ROOT, load, rows, soak
 from torch import nn
 
 from tests.docs.copies import copy, dying, edited, equal
@@ -241,7 +241,8 @@ def test_what_is_no_classifier(tmp_path):
     "make, flags, steps",
     [
         (a_segmentation, "-b 48 --arch task:UNet", 40),
-        (a_language_model, "-b 8 --arch task:Net --epochs 4", 20),
+        # What it has of its own is trained and evaluated above; it resumes by the same lines.
+        soak(a_language_model, "-b 8 --arch task:Net --epochs 4", 20),
     ],
 )
 def test_another_task_resumes_to_the_bit(make, flags, steps, tmp_path):

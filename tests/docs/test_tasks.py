@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, soak
 
 from tests.docs.copies import USER, commands_of, edited, equal
 from tests.docs.ranks import good, run_ranks
@@ -103,7 +103,7 @@ def test_segmentation_is_that_of_one_process(ranks, one, tmp_path):
     assert float(re.findall(r"mIoU (\S+) %", output)[0]) == pytest.approx(50 * sum(iou), abs=0.06)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2, soak(8)])
 def test_a_segmentation_with_the_sums_of_each_process(ranks, one, tmp_path):
     """Gradients that are off, or exactly so many times too small."""
     found = {}

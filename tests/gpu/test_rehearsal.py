@@ -35,7 +35,7 @@ DEFINITIONS = "".join(f"#define {name}\n" for name in NOTHING.split())
 for name in ("__align__", "__builtin_align__"):
     DEFINITIONS += f"#define {name}(n) __attribute__((aligned(n)))\n"
 # 22 steps an epoch.
-FLAGS = "--arch resnet18 --image-size 64 --batch-size 64 -p 1 -j 1".split()
+FLAGS = "--arch resnet18 --image-size 32 --batch-size 64 -p 1 -j 1".split()
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_gpu_that_is_full_is_one_line(gpus, train):
     """In the midst of building the model."""
     output = train(python(), gpus(1, REHEARSAL_MEMORY="2"), code=2)
     line = r"(\[W.*OOM.*\n)*"  # torch's own, from 2.14 on
-    line += r"error: .*resnet18 .*--image-size 64: \w+Error: CUDA out of memory.*\n"
+    line += r"error: .*resnet18 .*--image-size 32: \w+Error: CUDA out of memory.*\n"
     assert re.fullmatch(line, output), output
 
 

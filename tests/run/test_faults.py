@@ -30,8 +30,8 @@ from tests.launched import (
 NAMES = ["distributed", "horovod", "multiprocessing"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+# The lines that end a run of distributed.py are those of multiprocessing_distributed.py.
+@pytest.mark.parametrize("name", each(NAMES, by_hand=["distributed"]))
 def test_a_stopped_process_is_missed(name, work, tmp_path):
     """SIGSTOP: it holds its connections and says nothing. Horovod itself would only warn."""
     job = start(name, tmp_path / "c", work, "--dist-timeout", "10")

@@ -37,7 +37,9 @@ def parts_in(folder):
 def test_all_parts_at_a_small_size(work, tmp_path):
     shutil.copytree(work / "data", tmp_path / "data")
     words = [*NO_NETWORK, *command("gpu_hour", "--small", "--out", "out")]
-    output = run(words, tmp_path, 1000, env=IN_ROOT)
+    # Two parts compile the same model: g++ is called once for both.
+    env = IN_ROOT | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    output = run(words, tmp_path, 1000, env=env)
     parts = parts_in(tmp_path / "out")
     limits = [part["limit"] for part in parts.values()]
     assert max(limits) < 10 * 60 and sum(limits) <= 49 * 60  # as docs/measured.md says
