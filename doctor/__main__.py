@@ -22,10 +22,10 @@ def main():
 
         process.be_examined()
     else:
-        from doctor import plan, streams
+        from doctor import command, streams
 
         streams.install()
-        plan.main()
+        command.main()
 
 
 if __name__ == "__main__":

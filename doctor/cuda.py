@@ -2,7 +2,7 @@
 
 It proves nothing about GPUs; it lets the script come to the lines that are looked at. A script that
 asks whether there is a GPU is told that there is none; if it does not go on without, it is started
-again and told that there is one (RECORD.gpus, see plan.py).
+again and told that there is one (RECORD.gpus, see command.py).
 """
 
 import atexit

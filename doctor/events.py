@@ -160,31 +160,31 @@ def users_line(frame=None):
     return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
 
 
-def total(tensor):
+def sum_as_text(tensor):
     """What its numbers add up to."""
     torch = sys.modules["torch"]
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return str(tensor.sum(dtype=torch.float64).item())
 
 
-def bits(tensor):
+def checksum(tensor):
     """The same for the same bits, in any memory format: their sum as integers, which may overflow.
 
-    A fifth of the time of total(): weights are looked at before each of the first steps.
+    A fifth of the time of sum_as_text(): weights are looked at before each of the first steps.
     """
     whole = as_integers(tensor.detach())
     if whole is None:
-        return total(tensor)
+        return sum_as_text(tensor)
     torch = sys.modules["torch"]
     kind = torch.int64 if whole.element_size() == 8 else torch.int32
     return str(whole.sum(dtype=kind).item())
 
 
-def bits_of_each(batch):
-    """bits() of each item, in one call."""
+def checksums(batch):
+    """checksum() of each item, in one call."""
     whole = as_integers(batch.detach())
     if whole is None or not whole.numel():
-        return [*map(total, batch)]
+        return [*map(sum_as_text, batch)]
     rows = whole.reshape(len(batch), -1).sum(1, dtype=sys.modules["torch"].int64)
     return [*map(str, rows.tolist())]
 

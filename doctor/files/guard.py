@@ -153,7 +153,7 @@ def be_child(work, run, keep, show, parent):
 
     try:
         listen(end)
-        beat(run)
+        start_heartbeat(run)
         code = work(run) or 0
     except Ended as ended:
         code = ended.args[0]
@@ -176,7 +176,7 @@ def be_parent(child, run, keep, show):
             os.kill(child, signal.SIGTERM)
 
     listen(tell_child)
-    beat(run)
+    start_heartbeat(run)
     _, status = os.waitpid(child, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if os.WIFSIGNALED(status):
@@ -209,7 +209,7 @@ def finish(run, keep, show):
             show(f" {words.on_screen(line)}")
 
 
-def beat(run):
+def start_heartbeat(run):
     """From now on a thread of this process says each second that the doctor lives."""
 
     def heart():

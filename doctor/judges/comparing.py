@@ -1,6 +1,6 @@
 """What another run of the same script shows: with one process, or started again.
 
-These are no judges: plan.py calls them, with both runs.
+These are no judges: command.py calls them, with both runs.
 """
 
 import math

@@ -5,7 +5,7 @@ import sys
 
 import torch.distributed as dist
 
-from ..events import HERE, MESSAGES, RECORD, is_users, note, total, users_line
+from ..events import HERE, MESSAGES, RECORD, is_users, note, sum_as_text, users_line
 from . import wrap
 from .groups import note_part
 from .optimizers import is_gradient
@@ -126,7 +126,7 @@ def sum_of_small(torch, tensor):
     """What it adds up to: of counts and means, never of what a gradient goes through."""
     if tensor is None or tensor.requires_grad or not 0 < tensor.numel() <= SMALL:
         return None
-    return None if tensor.dtype == torch.bool else float(total(tensor))
+    return None if tensor.dtype == torch.bool else float(sum_as_text(tensor))
 
 
 def note_summed(tensor):

@@ -8,7 +8,7 @@ import functools
 import itertools
 import os
 
-from ..events import RECORD, bits_of_each, note, note_in_worker, total, users_line
+from ..events import RECORD, checksums, note, note_in_worker, sum_as_text, users_line
 from . import wrap
 from .models import validated
 from .optimizers import random_states
@@ -140,13 +140,13 @@ def got(torch, batch, self):
     index = index if type(index) is list else [index]
     tensors = [x for x in tree_leaves(batch) if hasattr(x, "is_complex") and x.ndim]
     if isinstance(self._dataset, torch.utils.data.IterableDataset):  # its items have no numbers
-        items = [(" ".join(map(total, tensors)), 0, 0)]
+        items = [(" ".join(map(sum_as_text, tensors)), 0, 0)]
     else:
         sums = [x for x in tensors if len(x) == len(index)]
         sums.sort(key=lambda x: x.numel())
         # The smallest is taken for the labels, whose values are read; the largest for the images.
-        labels = [*map(total, sums[0])] if sums else index
-        images = bits_of_each(sums[-1]) if len(sums) > 1 else labels
+        labels = [*map(sum_as_text, sums[0])] if sums else index
+        images = checksums(sums[-1]) if len(sums) > 1 else labels
         names = [name_of(torch, self._dataset, i) for i in index]
         items = [*zip(names, labels, images, strict=True)]
     grad = torch.is_grad_enabled()

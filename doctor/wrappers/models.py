@@ -6,7 +6,7 @@ import itertools
 import sys
 import weakref
 
-from ..events import FORWARD, bits, is_plain, note
+from ..events import FORWARD, checksum, is_plain, note
 from . import wrap
 from .groups import note_part
 
@@ -124,13 +124,13 @@ def sums_of(inputs):
         return None
     torch = sys.modules["torch"]
     leaves = torch.utils._pytree.tree_leaves(inputs)
-    return [bits(one) for one in leaves if torch.is_tensor(one) and is_plain(one)]
+    return [checksum(one) for one in leaves if torch.is_tensor(one) and is_plain(one)]
 
 
 def note_validation(module, wrapped):
     """The model that is validated, as sums of its tensors. A part of one on several is left out."""
-    weights = {name: bits(w) for name, w in module.named_parameters() if is_plain(w)}
-    buffers = {name: bits(buffer) for name, buffer in module.named_buffers() if is_plain(buffer)}
+    weights = {name: checksum(w) for name, w in module.named_parameters() if is_plain(w)}
+    buffers = {name: checksum(x) for name, x in module.named_buffers() if is_plain(x)}
     mode = module.training
     facts = {"wrapped": wrapped, "modes": modes(module)}
     note("validates", training=mode, weights=weights, buffers=buffers, **facts)

@@ -4,7 +4,7 @@ import hashlib
 import sys
 import weakref
 
-from ..events import bits, is_plain, note
+from ..events import checksum, is_plain, note
 from . import wrap
 from .models import NAMES, ORDERS, validated
 
@@ -50,9 +50,9 @@ def step(torch, optimizer, *_):
     note(
         "step",
         optimizer=register(optimizer),
-        weights={f"{model}.{name}": bits(w) for model, name, w in wrapped if looks},
-        own={f"{i} {[*w.shape]}": bits(w) for i, w in own if looks},
-        parts={f"{i} {part_of(w)}": bits(w.to_local()) for i, w in divided if looks},
+        weights={f"{model}.{name}": checksum(w) for model, name, w in wrapped if looks},
+        own={f"{i} {[*w.shape]}": checksum(w) for i, w in own if looks},
+        parts={f"{i} {part_of(w)}": checksum(w.to_local()) for i, w in divided if looks},
         ours=len(own),
         order={str(model): ORDERS.pop(model, []) for model in models},
         lr=[float(group["lr"]) for group in optimizer.param_groups],

@@ -42,7 +42,7 @@ def joins():
 
 
 def end_for_another_start():
-    """plan.py starts the script again, without a launcher.
+    """command.py starts the script again, without a launcher.
 
     Each process of torchrun would start so many, and all of them would meet on one port.
     """

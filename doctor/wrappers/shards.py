@@ -1,6 +1,6 @@
 """Models that FSDP divides: what they were before, in each process."""
 
-from ..events import bits, is_plain, note
+from ..events import checksum, is_plain, note
 from . import wrap
 
 
@@ -10,7 +10,7 @@ def install(torch):
     def shards(module, *args, **kwargs):
         modules = module if isinstance(module, (list, tuple)) else [module]
         named = [pair for one in modules for pair in one.named_parameters()]
-        weights = {name: bits(w) for name, w in named if is_plain(w) and not w.is_meta}
+        weights = {name: checksum(w) for name, w in named if is_plain(w) and not w.is_meta}
         note("shards", weights=weights)
 
     if hasattr(fsdp, "fully_shard"):  # since torch 2.6

@@ -74,7 +74,7 @@ SENTENCES = {
     "one epoch was seen: give two, and the orders of their items are compared": (
         "只看到一个 epoch：给两个，就能比较它们的数据顺序"
     ),
-    # ---- launch.py, plan.py, notebook.py, options.py
+    # ---- launch.py, command.py, notebook.py, options.py
     "it had stood still for {seconds} s: see --patience": (
         "它已经 {seconds} 秒没有动静（参见 --patience）"
     ),

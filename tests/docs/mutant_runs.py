@@ -313,7 +313,7 @@ def doctor():
     """The package, whose launcher is played by Job."""
     if "doctor" not in sys.modules:
         runpy.run_path(str(ROOT / "doctor"))["load"]()
-    from doctor import launch, plan
+    from doctor import command, launch
 
     def popen(words, env=None, **_):
         ranks = [int(w.partition("=")[2]) for w in words if w.startswith("--nproc-per-node=")]
@@ -323,8 +323,8 @@ def doctor():
     launch.subprocess = types.SimpleNamespace(
         Popen=popen, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired
     )
-    plan.run_guarded = lambda work, keep: work(Files())
-    return plan
+    command.run_guarded = lambda work, keep: work(Files())
+    return command
 
 
 class Files:
@@ -354,7 +354,7 @@ class Files:
 
 def diagnosed(folder, flags=(), text=None, files=()):
     """What `python doctor FLAGS script.py` finds in the folder, and says."""
-    plan = doctor()
+    command = doctor()
     for path in Path(folder).iterdir():
         path.unlink()
     for path in files:
@@ -367,7 +367,7 @@ def diagnosed(folder, flags=(), text=None, files=()):
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            plan.main()
+            command.main()
     except SystemExit as end:
         code = end.code
     finally:

@@ -11,8 +11,8 @@ import torch
 from conftest import PYTHON, ROOT
 from conftest import run as start
 
-from doctor import events, judges, launch, plan, report, wrappers
-from doctor.events import bits, bits_of_each
+from doctor import command, events, judges, launch, report, wrappers
+from doctor.events import checksum, checksums
 from doctor.files import programs
 from doctor.judges import (  # noqa: F401
     comparing,
@@ -117,7 +117,7 @@ def test_a_script_that_starts_its_own_processes(text, own, tmp_path):
 def test_machines_without_a_process(flags, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["doctor", *flags, __file__])
     with pytest.raises(SystemExit) as ended:
-        plan.parse_args()
+        command.parse_args()
     assert ended.value.code == 2 and "as many processes" in capsys.readouterr().err
 
 
@@ -341,25 +341,25 @@ def test_python_s_random_numbers_have_one_name_in_all_processes(tmp_path):
 
 def test_bits_are_the_same_in_any_memory_format_and_for_no_other_tensor():
     images = torch.randn(4, 3, 5, 5)
-    assert bits(images) == bits(images.to(memory_format=torch.channels_last))
+    assert checksum(images) == checksum(images.to(memory_format=torch.channels_last))
     for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64):
         one, other = torch.ones(2, 4).to(kind), torch.ones(2, 4).to(kind)
         other[1, 2] = 2
-        assert bits(one[:, ::2]) == bits(one[:, 1::2]) != bits(other[:, ::2])
-    assert bits(torch.ones(2, dtype=torch.bool)) != bits(torch.zeros(2, dtype=torch.bool))
+        assert checksum(one[:, ::2]) == checksum(one[:, 1::2]) != checksum(other[:, ::2])
+    assert checksum(torch.ones(2, dtype=torch.bool)) != checksum(torch.zeros(2, dtype=torch.bool))
 
 
 def test_bits_of_each_item():
     """The same in another place of a batch, and in any memory format."""
     images = torch.randn(4, 3, 5, 5)
     images[3] = images[1]
-    found = bits_of_each(images)
-    assert found == bits_of_each(images.to(memory_format=torch.channels_last))
-    assert found == bits_of_each(images[[1, 0, 2, 3]][[1, 0, 2, 3]])
+    found = checksums(images)
+    assert found == checksums(images.to(memory_format=torch.channels_last))
+    assert found == checksums(images[[1, 0, 2, 3]][[1, 0, 2, 3]])
     assert found[1] == found[3] and len({*found}) == 3
-    assert len({*bits_of_each(torch.eye(3).to_sparse())}) == 1  # each has a single 1
+    assert len({*checksums(torch.eye(3).to_sparse())}) == 1  # each has a single 1
     for empty in (torch.ones(0, 3), torch.ones(2, 0)):
-        assert len(bits_of_each(empty)) == len(empty)
+        assert len(checksums(empty)) == len(empty)
 
 
 @pytest.mark.parametrize("signal, word", [(9, "SIGKILL"), (None, "without an exception")])

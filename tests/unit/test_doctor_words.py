@@ -16,7 +16,7 @@ from tests.docs.test_docs import FENCE
 FILES = sorted(path for path in (ROOT / "doctor").rglob("*.py") if path.parent.name != "zh")
 # What is said to a person; the others' words are for those who read the code, or help.
 SAYS = [path for path in FILES if path.parent.name in ("judges", "attach", "recorder")]
-SAYS += [ROOT / f"doctor/{name}.py" for name in ("report", "plan", "notebook", "files/tell")]
+SAYS += [ROOT / f"doctor/{name}.py" for name in ("report", "command", "notebook", "files/tell")]
 SAYS = [path for path in SAYS if path.stem not in ("places", "ranks", "look", "source")]
 
 
