@@ -14,7 +14,7 @@ from conftest import run as start
 from doctor import command, events, judges, launch, report, wrappers
 from doctor.events import checksum, checksums
 from doctor.files import programs
-from doctor.judges import (  # noqa: F401
+from doctor.judges import (  # noqa: F401 - all: a test below has a list of judges of its own
     comparing,
     data,
     ending,
@@ -22,7 +22,9 @@ from doctor.judges import (  # noqa: F401
     recorded,
     saving,
     steps,
+    together,
     training,
+    validation,
 )
 from doctor.run import Process, Run
 from doctor.wrappers import saving as saves

@@ -56,9 +56,9 @@ def test_an_image_that_is_lost_ends_the_evaluation(work):
 def test_the_unit_tests():
     """pytest keeps the asserts of tests, as it has rewritten them; the last one shows that.
 
-    -OO drops all that -O does, and docstrings.
+    -OO drops all that -O does, and docstrings. One process: each would compile torch anew first.
     """
-    command = [PYTHON, "-OO", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
+    command = [PYTHON, "-OO", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["tests/unit", "--deselect", "tests/unit/test_optimized.py"]
     ended = subprocess.run(
         command,
