@@ -99,7 +99,7 @@ def main():
     gc.freeze()  # what is imported: each collection of garbage, also at the exit, is 0.2 s shorter
     # Who am I? torchrun sets these variables for each process; plain python is a group of one.
     with exit_on_user_error(rank=0):  # all print, for none knows its rank yet
-        check_launcher()  # checks them; this process ends when torchrun does
+        check_launcher()  # an error for wrong ones; it also ends this process when torchrun ends
     rank = int(os.environ["RANK"])  # my number among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine: it chooses the GPU
     world_size = int(os.environ["WORLD_SIZE"])  # how many processes there are
