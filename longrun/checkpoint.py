@@ -1,5 +1,6 @@
 """Checkpoints: how one is found, compared, restored and written."""
 
+import errno
 import io
 import json
 import os
@@ -25,6 +26,8 @@ FILES = (NEWEST, PREVIOUS, BEST, METRICS)  # of a run
 KEYS = {"epoch", "step", "ended", "arch", "best_acc1", "best_epoch", "state_dict", "optimizer"}
 KEYS |= {"optimizer_type", "scaler", "meters", "more", "classes", "args"}  # of a checkpoint
 MAY_CHANGE = {"resume", "evaluate", "workers", "images"}  # without a word, from start to start
+# Paths are a node's own, and so is its number of cores.
+OF_A_NODE = {"data", "pretrained", "checkpoint_dir", "resume", "workers", "local_rank", "dist_file"}
 SMALL = 2**20 - 3  # a prime: of numbers below it the squares, summed up in float64, are exact
 FACTOR = 648_055  # SMALL divided by the golden ratio: multiples of it are far from each other
 TEMPORARY = re.compile(r"(checkpoint|model_best)\.pth\.[0-9]+\.tmp")
@@ -52,6 +55,8 @@ class Checkpoints:
         self.goes_on = self.path and (args.resume == "auto" or self.path == self.path_of(NEWEST))
         if held and not self.goes_on and not args.evaluate:
             remedy = "give another --checkpoint-dir, or continue the newest with --resume auto"
+            if args.resume == "auto":  # it has found no checkpoint
+                remedy = "no checkpoint is with it: give another --checkpoint-dir, or move it away"
             raise ValueError(f"{self.folder} holds a run ({held[0]}): {remedy}")
 
     @staticmethod
@@ -169,20 +174,28 @@ class Checkpoints:
             raise ValueError(f"{self.path} does not fit {name}: {reason}") from None
 
     def check_ranks_agree(self, train_set, val_set, device, reduce_mean):
-        """Raise ValueError unless all processes go on from one step and have the same images.
+        """Raise ValueError unless all processes go on from one place, with one data set and flags.
 
-        Nodes may have disks of their own. `reduce_mean` is the script's; all processes call this.
+        Nodes may have disks, and be given flags, of their own. `reduce_mean` is the script's; all
+        processes call this.
         """
+        # Not the steps in all: an epoch that lacks its validation has as many as the next one's
+        # beginning, and the two go on differently.
+        progress = self.progress
         mine = {
-            "number of steps done": small_hash(self.progress.global_step()),
-            "list of images and classes in train/": fingerprint(train_set),
-            "list of images and classes in val/": fingerprint(val_set),
+            "the place where training goes on": [progress.epoch, progress.step, progress.ended],
+            "the images and classes in train/": listed(train_set),
+            "the images and classes in val/": listed(val_set),
         }
-        values = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
+        flags = vars(self.args)
+        mine |= {f"--{n.replace('_', '-')}": flags[n] for n in sorted(flags.keys() - OF_A_NODE)}
+        hashes = [small_hash(x) for x in mine.values()]
+        values = torch.tensor(hashes, dtype=torch.float64, device=device)
         means = reduce_mean(torch.stack([values, values**2]), self.world_size)
         for what, mean, square in zip(mine, *means.tolist(), strict=True):
             if round(square - mean**2) > 0:  # it has a variance
-                raise ValueError(f"the {what} differs between processes: compare the nodes' disks")
+                remedy = "compare the nodes' commands and disks"
+                raise ValueError(f"{what} must be the same in all processes: {remedy}")
 
     def discard_leftovers(self):
         """Rank 0, once all processes agree: remove what a killed process has left half-done.
@@ -330,6 +343,10 @@ def check_whole(file):
             if archive.testzip() is not None:
                 raise zipfile.BadZipFile("a checksum does not match")
     except Exception as error:  # each kind of damage raises another one
+        cause = error if isinstance(error, OSError) else error.__context__
+        # EINVAL is damage too: it names a place before the file. Any other is the disk's own.
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:
+            raise cause from None
         raise Damaged(f"{file.name} is damaged ({type(error).__name__}: {error})") from None
 
 
@@ -341,10 +358,10 @@ def check_loadable(states):
     torch.load(file, weights_only=True)
 
 
-def fingerprint(dataset):
-    """A number that changes with the classes, the files and the length of a data set."""
+def listed(dataset):
+    """The length, the classes and the files of a data set."""
     lists = (list(getattr(dataset, name, [])) for name in ("classes", "paths"))
-    return small_hash([len(dataset), *lists])
+    return [len(dataset), *lists]
 
 
 def small_hash(known):

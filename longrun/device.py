@@ -41,12 +41,13 @@ def set_up_device(local_rank, local_world_size, args):
         raise ValueError(f"{reason} (CUDA_VISIBLE_DEVICES= in front trains on CPUs)") from None
     shared = local_world_size > count and flags.get("backend") != "gloo"
     if shared and not (count == 1 and _claim_gpu()):
+        share = ", or let them share the GPUs with --backend gloo" * ("backend" in flags)
         raise ValueError(
-            f"{local_world_size} processes on a node with {count} GPUs: start {count}, "
-            "or let them share the GPUs with --backend gloo"
+            f"{local_world_size} processes on a node with {count} GPUs: start {count}{share}"
         )
     if flags.get("precision") == "bf16" and torch.cuda.get_device_capability() < (8, 0):
-        raise ValueError("this GPU has no bf16, which is the default: add --precision fp16 or fp32")
+        remedy = "add --precision fp32, or fp16 where --help has it"
+        raise ValueError(f"this GPU has no bf16, which is the default: {remedy}")
     torch.backends.cudnn.benchmark = True
     return device
 

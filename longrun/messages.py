@@ -1,5 +1,6 @@
 """Lines to stdout; for an error of the user's one line to stderr, and exit code 2."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -51,6 +52,16 @@ def print_lines(*lines):
     try:
         print(*map(escaped, lines), sep="\n", flush=True)
     except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@atexit.register
+def flush_stdout():
+    """Before Python does so itself: where it cannot, such as on a full disk, it exits with 120."""
+    try:
+        if sys.stdout and not sys.stdout.closed:
+            sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -59,20 +59,29 @@ class SrunTask:
         self.nprocs = processes_per_task(on_node, visible, self.gpus_on_node, nprocs, sharing)
         # It lives as long as this task: the processes meet there too.
         self.store = self.open_store(seconds, host=self.number == 0)
-        if self.number == 0:
-            self.store.set("nprocs", str(self.nprocs))
-            # The store ends with this task, which a wrong flag may end next: first all connect.
-            self.store.wait([f"task {number}" for number in range(1, self.tasks)])
-        first = int(self.store.get("nprocs"))
-        self.store.set(f"task {self.number}", "agreed")
+        try:
+            if self.number == 0:
+                self.store.set("nprocs", str(self.nprocs))
+                # The store ends with this task, which a wrong flag may end next: first all connect.
+                self.store.wait([f"task {number}" for number in range(1, self.tasks)])
+            first = int(self.store.get("nprocs"))
+            self.store.set(f"task {self.number}", "agreed")
+        except RuntimeError as error:  # after `seconds`, or when task 0 has ended
+            problem = "a task of this step did not come: see what the others say"
+            raise ValueError(f"{problem}; {first_line(error)}") from None
         if first != self.nprocs:
             counts = f"task {self.number} would start {self.nprocs} processes and task 0 {first}"
             raise ValueError(f"{counts}: take nodes with as many GPUs each, or give --nprocs")
         self.rank, self.world_size = self.number * self.nprocs, self.tasks * self.nprocs
         self.local_rank = self.local_number * self.nprocs
-        # Slurm may give each task GPUs or cores of its own: nobody else uses those.
-        own = 0 < visible < self.gpus_on_node or len(os.sched_getaffinity(0)) < self.cores_on_node
-        self.local_world_size = self.nprocs * (1 if own else on_node)
+        # Slurm may give each task cores of its own, or GPUs: nobody else uses those.
+        cores = sorted(os.sched_getaffinity(0))
+        own_cores, own_gpus = len(cores) < self.cores_on_node, 0 < visible < self.gpus_on_node
+        if own_gpus and not own_cores:  # --cpu-bind=none: all tasks would take all cores
+            each = len(cores) // on_node
+            mine = cores[self.local_number * each : (self.local_number + 1) * each]
+            os.sched_setaffinity(0, mine or cores)  # none: there are more tasks than cores
+        self.local_world_size = self.nprocs * (1 if own_cores or own_gpus else on_node)
 
     def open_store(self, seconds, host=False):
         """The store where all meet. The task with `host` keeps it going as long as it lives."""

@@ -10,6 +10,8 @@ import torch.multiprocessing as mp
 
 from common.loader import SIGNALS, die_with_parent
 
+from .messages import flush_stdout
+
 
 def run_child(index, main, *args):
     """What mp.spawn starts: run main(index, *args) and exit with what it returns.
@@ -24,6 +26,7 @@ def run_child(index, main, *args):
             sys.excepthook(*sys.exc_info())
         finally:  # an orderly exit would wait for loader workers, which ignore SIGTERM
             os._exit(1)
+    flush_stdout()  # a child of mp.spawn calls nothing else at its exit
     sys.exit(code)
 
 

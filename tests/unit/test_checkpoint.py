@@ -1,7 +1,9 @@
 """Checkpoints: what is saved is what goes on, whole or not there; a folder only goes forward."""
 
 import contextlib
+import errno
 import functools
+import io
 import itertools
 import os
 import pickle
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_map
 from common.loader import TrainSampler
 from common.metrics import AverageMeter
 from longrun import checkpoint
-from longrun.checkpoint import Checkpoints, Damaged, fingerprint, read_checkpoint
+from longrun.checkpoint import Checkpoints, Damaged, listed, read_checkpoint
 from tests import nets
 from tests.runs import (
     STEPS,
@@ -387,6 +389,24 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path):
     refused(tmp_path, "Input/output error")
 
 
+@pytest.mark.parametrize("good", [0, 1, 2, 3])
+def test_a_disk_that_fails_in_the_middle_of_a_checkpoint(good, tmp_path):
+    """After so many reads. Of an error in its first zipfile makes one of its own."""
+    write(tmp_path, 1)
+
+    class Failing(io.BytesIO):
+        name, left = "it", good
+
+        def read(self, *size):
+            if self.left == 0:
+                raise OSError(errno.EIO, "Input/output error")
+            self.left -= 1
+            return super().read(*size)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.check_whole(Failing((tmp_path / NAMES[0]).read_bytes()))
+
+
 def make_torchscript(path):
     """What torch takes for it."""
     with zipfile.ZipFile(path, "w") as file:
@@ -498,7 +518,8 @@ def test_each_file_of_a_run_makes_the_folder_its_own(tmp_path, name):
     message = f"{folder} holds a run .{name}.: give another --checkpoint-dir, or continue"
     for resume in (None, other):
         refused(folder, message, resume)
-    refused(folder, message if name == "metrics.jsonl" else f"{folder}/{name}", "auto")
+    alone = r"holds a run \(metrics.jsonl\): no checkpoint is with it: give another"
+    refused(folder, alone if name == "metrics.jsonl" else f"{folder}/{name}", "auto")
 
 
 def test_a_folder_that_cannot_be(tmp_path):
@@ -560,33 +581,36 @@ def test_what_is_compared_is_names_of_any_data_set():
     """A data set need not be of files; those of files hold their names as it suits them."""
     images = [Images(80), Images(81), Images(classes="ab"), Images(80), Images(80), Images(80)]
     images[3].paths, images[4].paths, images[5].paths = ["ab", ""], ["a", "b"], [Path("a"), "c"]
-    assert len({fingerprint(x) for x in (*images, range(5), range(6))}) == 8
+    assert len({repr(listed(x)) for x in (*images, range(5), range(6))}) == 8
 
 
 SAME, LESS = [Images()] * 3, [Images(), Images(79), Images()]
 
 
 @pytest.mark.parametrize(
-    "steps, train, val, what",
+    "places, train, val, seeds, what",
     [
-        ([20, 20, 20], SAME, SAME, None),
-        ([20, 21, 20], SAME, SAME, "number of steps done"),
-        ([0, 20, 10], SAME, SAME, "number of steps done"),
-        ([0, 0, 0], LESS, SAME, "list of images and classes in train/"),
-        ([0, 0, 0], SAME, [Images(classes="ab"), *SAME], "list of images and classes in val/"),
+        ([(0, 2)] * 3, SAME, SAME, [0, 0, 0], None),
+        ([(0, 2), (0, 3), (0, 2)], SAME, SAME, [0, 0, 0], "the place where training goes on"),
+        # As many steps: all of an epoch, with and without its validation.
+        ([(2, 0), (2, 0), (1, STEPS)], SAME, SAME, [0, 0, 0], "the place where training goes on"),
+        ([(0, 0)] * 3, LESS, SAME, [0, 0, 0], "the images and classes in train/"),
+        ([(0, 0)] * 3, SAME, [Images(classes="ab"), *SAME], [0, 0, 0], "the images and .* val/"),
+        ([(0, 0)] * 3, SAME, SAME, [0, 7, 0], "--seed"),
     ],
 )
-def test_processes_that_differ_are_an_error_in_each(tmp_path, steps, train, val, what):
-    """Each of three has read from a disk of its own."""
+def test_processes_that_differ_are_an_error_in_each(tmp_path, places, train, val, seeds, what):
+    """Each of three has read from a disk of its own, and was started by a command of its own."""
     run, tables = read(tmp_path, None, world_size=3), []
 
     def check(rank, mean):
-        run.progress.step = steps[rank]
+        run.progress.epoch, run.progress.step = places[rank]
+        run.args.seed, run.args.workers, run.args.data = seeds[rank], rank, f"/disk{rank}"
         run.check_ranks_agree(train[rank], val[rank], torch.device("cpu"), mean)
 
     for rank in range(3):
         check(rank, lambda table, _: tables.append(table) or 0 * table)
-    said = f"^the {what} differs between processes: compare the nodes' disks$"
+    said = f"^{what} must be the same in all processes: compare the nodes' commands and disks$"
     for rank in range(3):
         with pytest.raises(ValueError, match=said) if what else contextlib.nullcontext():
             check(rank, lambda table, world_size: sum(tables) / world_size)

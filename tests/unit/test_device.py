@@ -56,8 +56,12 @@ def test_gpus_and_processes(monkeypatch):
     assert chosen == [torch.device("cuda:1")] * 2
     with pytest.raises(ValueError, match="4 processes on a node with 2 GPUs: start 2, or let them"):
         set_up_device(0, 4, nccl)
+    with pytest.raises(ValueError, match=r"with 2 GPUs: start 2$"):  # Horovod's has no --backend
+        set_up_device(0, 4, SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
-    with pytest.raises(ValueError, match=r"this GPU has no bf16, .*: add --precision fp16 or fp32"):
+    with pytest.raises(
+        ValueError, match=r"this GPU has no bf16, .*: add --precision fp32, or fp16"
+    ):
         set_up_device(0, 2, SimpleNamespace(precision="bf16"))
 
     def too_old(device):
@@ -90,4 +94,4 @@ def test_one_visible_gpu_for_each_process():
     code, said = Child(fork + ONE_GPU.format(uuid="a")).wait()
     first.kill()
     other.kill()
-    assert code == 1 and "\nValueError: 4 processes on a node with 1 GPUs: start 1, or" in said
+    assert code == 1 and "\nValueError: 4 processes on a node with 1 GPUs: start 1\n" in said

@@ -3,10 +3,14 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import longrun.spawn  # noqa: F401 - before the forks
 from tests.unit.child import Child
@@ -129,3 +133,39 @@ def test_the_parent_of_mp_spawn_passes_signals_on():
         time.sleep(0.01)
     os.kill(child.process.pid, signal.SIGTERM)
     assert child.wait() == (75, "")
+
+
+ENDS = {
+    "sys.exit": "sys.exit(ends(0))",
+    "mp.spawn": """
+context = mp.spawn(run_child, (ends,), nprocs=1, join=False)
+context.processes[0].join()
+os._exit(context.processes[0].exitcode)
+""",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_full_disk_leaves_the_exit_code(how, tmp_path):
+    """It tells a scheduler whether to start the run again. Python's own at its last flush: 120."""
+    script = tmp_path / "script.py"
+    begin = """
+import os, sys
+import torch.multiprocessing as mp
+from longrun.messages import print_if_possible
+from longrun.spawn import run_child
+
+def ends(index):
+    print_if_possible("lost")
+    return 75
+
+if __name__ == "__main__":
+"""
+    script.write_text(begin + textwrap.indent(ENDS[how], "    "))
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, script]
+        ended = subprocess.run(
+            command, env=env | {"PYTHONPATH": str(ROOT)}, stdout=full, stderr=-1, timeout=100
+        )
+    assert (ended.returncode, ended.stderr) == (75, b"")

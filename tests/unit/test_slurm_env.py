@@ -109,6 +109,30 @@ def test_a_task_for_each_process(more_cores, sharers, tmp_path, monkeypatch):
         assert ranks == (number, number, 2, sharers)
 
 
+@pytest.mark.parametrize("bound", [True, False])
+def test_tasks_with_gpus_of_their_own_share_the_cores(bound, tmp_path, monkeypatch):
+    """--gpus-per-task=1: also where Slurm does not bind a task to some cores of the node."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    cores, taken = {4, 5, 8, 9} if bound else {2, 3, 4, 5, 6, 7, 8, 9}, []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, mine: taken.append(mine))
+    node = {"STEP_TASKS_PER_NODE": "2", "CPUS_ON_NODE": 8, "NTASKS": 2}
+    tasks = [task(tmp_path / "file", PROCID=i, LOCALID=i, **node) for i in range(2)]
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(one.agree, seconds=20) for one in tasks]:
+            done.result()
+    assert [one.local_world_size for one in tasks] == [1, 1]
+    assert sorted(taken) == ([] if bound else [[2, 3, 4, 5], [6, 7, 8, 9]])
+
+
+def test_a_task_that_does_not_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    node = {"STEP_TASKS_PER_NODE": "1(x2)", "NTASKS": 2, "LOCALID": 0}
+    for number in (0, 1):
+        with pytest.raises(ValueError, match=r"^a task of this step did not come: .*; "):
+            task(f"{tmp_path}/{number}", PROCID=number, **node).agree(seconds=1)
+
+
 def test_nodes_that_would_start_different_numbers_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     node = {"STEP_TASKS_PER_NODE": "1(x2)", "NTASKS": 2, "LOCALID": 0}
