@@ -81,8 +81,11 @@ def script(start, data="digits", features=(), file="train.py", made=None):
     return render(template, chosen, file, made)
 
 
-def whole(name, data, features):
-    """The text of a script of WHOLE. ValueError for a feature, or for data."""
+def whole(name, data, features, file="train.py"):
+    """The text of a script of WHOLE, to be written into this folder. ValueError for a feature.
+
+    file: its name in the command of its first lines.
+    """
     if features or data != "digits":
         words = " ".join(["--with " + ",".join(features)] * bool(features))
         words = words or f"--data {data}"
@@ -90,7 +93,9 @@ def whole(name, data, features):
             f"{name} takes no {words}: what each process reads and saves depends on how it "
             f"divides; change minimal/{name}.py by hand"
         )
-    return (ROOT / f"minimal/{name}.py").read_text(encoding="utf-8")
+    text = (ROOT / f"minimal/{name}.py").read_text(encoding="utf-8")
+    text = text.replace(f"minimal/{name}.py", file)
+    return text.replace('.parents[1].glob("docs/', '.parent.glob("docs/')  # a text to learn
 
 
 def refusal(known, chosen, language="en"):

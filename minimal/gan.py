@@ -85,6 +85,8 @@ def main():
     if start:
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        if rank == 0:
+            print(f"gan.pth: goes on after {start} of {EPOCHS} epochs")
     model_g = DistributedDataParallel(generator)  # each averages its gradients in backward()
     model_d = DistributedDataParallel(discriminator)
 

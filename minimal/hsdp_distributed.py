@@ -43,9 +43,9 @@ def main():
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train_set = Subset(dataset, [i for i in range(1797) if i % 5 < 4])
+    val_set = Subset(dataset, range(4, 1797, 5))
     if len(train_set) < BATCH_SIZE:
         raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
-    val_set = Subset(dataset, range(4, 1797, 5))
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))

@@ -79,9 +79,9 @@ def main():
     torch.manual_seed(0)  # else the weights would depend on the number of stages
 
     text = torch.tensor(list(b"".join(file.read_bytes() for file in FILES)))
-    windows = text.unfold(0, LENGTH + 1, LENGTH)  # [n, LENGTH + 1]
-    if len(windows) < BATCH_SIZE:
+    if len(text) <= BATCH_SIZE * LENGTH:
         raise SystemExit(f"{len(text)} bytes in FILES: no step in an epoch")
+    windows = text.unfold(0, LENGTH + 1, LENGTH)  # [n, LENGTH + 1]
     # All read the same windows in the same order: the first stage needs them, the last one what
     # follows each byte. So the sampler does not divide them.
     sampler = DistributedSampler(windows, num_replicas=1, rank=0, drop_last=True)
@@ -99,6 +99,8 @@ def main():
         weights = {name: saved["net"][name] for name in net.state_dict()}
         moments = saved["optimizer"]
         set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        if rank == 0:
+            print(f"{SAVED}: goes on after {saved['epoch']} of {EPOCHS} epochs")
     stage = PipelineStage(net, rank, world_size, torch.device(device))
     # 1F1B: backward() of a part as soon as it has come back, so that few parts are kept.
     schedule = Schedule1F1B(stage, n_microbatches=PARTS, loss_fn=mean_loss)

@@ -124,9 +124,9 @@ def main():
     writers = dist.new_group(backend="gloo")
 
     text = torch.tensor(list(b"".join(file.read_bytes() for file in FILES)))
-    windows = text.unfold(0, LENGTH + 1, LENGTH)  # [n, LENGTH + 1]
-    if len(windows) < BATCH_SIZE:
+    if len(text) <= BATCH_SIZE * LENGTH:
         raise SystemExit(f"{len(text)} bytes in FILES: no step in an epoch")
+    windows = text.unfold(0, LENGTH + 1, LENGTH)  # [n, LENGTH + 1]
     sampler = DistributedSampler(windows, num_replicas=world_size, rank=rank, drop_last=True)
     loader = DataLoader(windows, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
 
@@ -167,6 +167,8 @@ def main():
             optim_state_dict=moments,
             options=options,
         )
+        if rank == 0:
+            print(f"{FOLDER}: goes on after {max(saved)} of {EPOCHS} epochs")
 
     def finish(saving, epoch):  # wait until all is written, then give it its name
         saving.result()  # an error of the disk is raised here, or nobody sees it

@@ -93,9 +93,9 @@ def main():
 
     pairs = make_pairs()  # every fifth is for validation
     train_set = Crops(pairs[torch.arange(1797) % 5 < 4], augment=True)
+    val_set = Crops(pairs[4::5], augment=False)
     if len(train_set) < BATCH_SIZE:
         raise SystemExit(f"{len(train_set)} images, BATCH_SIZE {BATCH_SIZE}: no step in an epoch")
-    val_set = Crops(pairs[4::5], augment=False)
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=range(rank, len(val_set), world_size))

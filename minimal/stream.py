@@ -167,6 +167,9 @@ def main():
     if "net" in saved:
         net.load_state_dict(saved["net"])
         optimizer.load_state_dict(saved["optimizer"])
+        if rank == 0:
+            done = f"{saved['epoch']} of {EPOCHS} epochs and {saved['step']} steps"
+            print(f"{SAVED}: goes on after {done}")
     model = DistributedDataParallel(net)  # averages the gradients in backward()
     train_stream = Stream(train, rank, world_size, shuffle=True)
     val_stream = Stream(val, rank, world_size, shuffle=False)

@@ -110,9 +110,9 @@ def main():
     torch.manual_seed(0)  # all processes start with the same weights
 
     text = torch.tensor(list(b"".join(file.read_bytes() for file in FILES)))
-    windows = text.unfold(0, LENGTH + 1, LENGTH)  # [n, LENGTH + 1]
-    if len(windows) < BATCH_SIZE:
+    if len(text) <= BATCH_SIZE * LENGTH:
         raise SystemExit(f"{len(text)} bytes in FILES: no step in an epoch")
+    windows = text.unfold(0, LENGTH + 1, LENGTH)  # [n, LENGTH + 1]
     group = mesh["data"].get_local_rank()  # not rank: a tensor group reads the same windows
     sampler = DistributedSampler(windows, num_replicas=groups, rank=group, drop_last=True)
     loader = DataLoader(windows, BATCH_SIZE // groups, sampler=sampler, drop_last=True)
@@ -136,6 +136,8 @@ def main():
             optim_state_dict=saved["optimizer"],
             options=whole,
         )
+        if rank == 0:
+            print(f"{SAVED}: goes on after {saved['epoch']} of {EPOCHS} epochs")
 
     for epoch in range(saved["epoch"], EPOCHS):
         sampler.set_epoch(epoch)  # else every epoch would have the same order

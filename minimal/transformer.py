@@ -96,6 +96,8 @@ def main():
         weights, moments = get_state_dict(net, optimizer)  # my parts, to be filled
         dcp.load({"net": weights, "optimizer": moments}, checkpoint_id=FOLDER / str(max(saved)))
         set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        if rank == 0:
+            print(f"{FOLDER}: goes on after {max(saved)} of {EPOCHS} epochs")
 
     for epoch in range(max(saved, default=0), EPOCHS):
         sampler.set_epoch(epoch)  # else every epoch would have the same order

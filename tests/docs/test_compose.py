@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,8 +94,17 @@ def test_the_command(tmp_path):
     assert "-    rank = " in command("one_gpu", "--diff", "torchrun")
     listed = command("--list")
     assert all(f"  {name} " in listed for name in [*STARTS, *compose.WHOLE, *FEATURES, *DATA])
-    for name in compose.WHOLE:
-        assert command(name) == (ROOT / f"minimal/{name}.py").read_text()
+
+
+@pytest.mark.parametrize("name", compose.WHOLE)
+def test_a_whole_script_says_how_it_is_started(name):
+    """In this project's root, which has the text that some of them learn."""
+    text = command(name)
+    (said,) = re.findall(r"^\$ torchrun .* (\S+)$", text, re.M)
+    assert said == "train.py"
+    if files := re.findall(r"^FILES = (.*?)  #", text, re.M):
+        found = eval(files[0], {"Path": Path, "__file__": str(ROOT / "train.py")})
+        assert len(found) > 9 and all(path.parent == ROOT / "docs" for path in found)
 
 
 def test_full_scripts_with_recipes(tmp_path):
@@ -240,6 +250,18 @@ def test_two_parts_are_two_processes(start, tmp_path):
 
 
 NO_BATCHNORM = [("nn.BatchNorm2d(64), ", "")]
+
+
+@pytest.mark.full
+def test_parts_by_accelerate_are_the_plain_steps(tmp_path):
+    """To rounding: each step is of the same images, and an epoch has no other at its end."""
+    whole, parts = (
+        write(tmp_path / "-".join(["x", *features]), "accelerate", "digits", features, 1, edits)
+        for features, edits in (([], NO_BATCHNORM), (["accumulate"], NO_BATCHNORM))
+    )
+    trained(whole, "accelerate"), trained(parts, "accelerate")
+    two = load(parts, "digits.pth")
+    torch.testing.assert_close(two, load(whole, "digits.pth"), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("parts", [[], ["accumulate"]])

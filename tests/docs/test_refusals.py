@@ -128,6 +128,25 @@ def test_a_batch_that_cannot_be(name, size, says, tmp_path):
 
 
 @pytest.mark.full
+def test_a_warm_up_longer_than_the_training(tmp_path):
+    """Its learning rate would never be reached."""
+    script = write(
+        tmp_path, "one_gpu", features=["schedule"], edits=[("WARMUP = 20", "WARMUP = 44")]
+    )
+    assert run_ranks(script) == ([1], "44 steps in all: too few for WARMUP 44\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline", "pretrained"])
+def test_no_text(name, tmp_path):
+    """As where the script was copied out of this project."""
+    script = task(tmp_path, name, ("docs/*[a-z].md", "nowhere/*"), epochs=2)
+    ranks = {"tensor_parallel": 2}.get(name, 1)
+    codes, output = run_ranks(script, ranks=ranks)
+    assert codes == [1] * ranks and output == "0 bytes in FILES: no step in an epoch\n" * ranks
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gan", "transformer"])
 def test_a_checkpoint_that_one_node_lacks(name, tmp_path):
     script = task(tmp_path, name, *([("range(300)", "range(5)")] if name == "transformer" else []))
