@@ -40,6 +40,7 @@ def copy(folder, epochs, *edits, diff=None, sample=True):
 
 def losses(output):
     lines, _ = output.split("What goes wrong: ")
+    lines = re.sub(r"^transformer: goes on after \d of \d epochs\n", "", lines)
     found = re.findall(r"epoch (\d+): loss (\d+\.\d{4})\n", lines)
     assert lines == "".join(f"epoch {epoch}: loss {loss}\n" for epoch, loss in found), output
     return {int(epoch): float(loss) for epoch, loss in found}
