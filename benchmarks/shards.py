@@ -2,9 +2,9 @@
 
 $ python -m benchmarks.shards
 
-Four processes load the transformer of minimal/pretrained.py, made larger, from a file, and divide
-it by FSDP. Peak memory is that of each process's own pages, from before the net is made on: pages
-of the file that the system keeps for all do not count.
+Several processes load the transformer of minimal/pretrained.py, made larger, from a file, and
+divide it by FSDP. Peak memory is that of each process's own pages, from before the net is made on:
+pages of the file that the system keeps for all do not count.
 """
 
 import gc
@@ -24,7 +24,6 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.harness import Contestant, clean_up_on_sigterm, make_parser, report
 from minimal import pretrained
 
-PROCESSES = 4
 WAYS = {
     "each process loads the file": "each",
     "rank 0 loads it and sends": "rank 0",
@@ -36,6 +35,7 @@ def parse_args():
     parser = make_parser("shards", __doc__, rounds=3)
     add = parser.add_argument
     add("--width", type=int, default=1024, help="numbers of a byte between the blocks")
+    add("--processes", type=int, default=4)
     add("--blocks", type=int, default=8, help="of the transformer")
     return parser.parse_args()
 
@@ -51,19 +51,20 @@ def main():
             save_file(pretrained.Net().state_dict(), Path(folder, net))
         whole = Path(folder, "large").stat().st_size / 2**20
         for name, way in WAYS.items():
-            peaks = [measured(way, Path(folder), nets) for _ in range(args.rounds)]
+            peaks = [measured(way, Path(folder), nets, args.processes) for _ in range(args.rounds)]
             row = {"name": name, "whole_mb": whole, "rank_0_mb": max(one[0] for one in peaks)}
             rows.append(row | {"others_mb": max(max(one[1:]) for one in peaks)})
     columns = {"": "name", "weights, MiB": "whole_mb", "peak of rank 0": "rank_0_mb"}
-    report("shards", args, rows, columns | {"of the others": "others_mb"}, processes=PROCESSES)
+    report("shards", args, rows, columns | {"of the others": "others_mb"}, processes=args.processes)
 
 
-def measured(way, folder, nets):
+def measured(way, folder, nets, count):
     """The peaks of all processes in MiB. The processes are new ones: memory is not given back."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [Contestant(serve, rank, way, folder, nets, port) for rank in range(PROCESSES)]
+    ranks = range(count)
+    processes = [Contestant(serve, rank, count, way, folder, nets, port) for rank in ranks]
     try:
         return [process.answer() for process in processes]
     finally:
@@ -71,9 +72,10 @@ def measured(way, folder, nets):
             process.__exit__()
 
 
-def serve(connection, rank, way, folder, nets, port):
+def serve(connection, rank, world_size, way, folder, nets, port):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=PROCESSES, rank=rank)
+    place = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", place, world_size=world_size, rank=rank)
     pretrained.NEW = ["none"]
     for net, shape in nets.items():  # the small one brings in what is imported at first use
         pretrained.WEIGHTS = Path(folder, net)
@@ -81,14 +83,14 @@ def serve(connection, rank, way, folder, nets, port):
         gc.collect()
         before = own_mb()
         with Peak() as peak:
-            loaded = load(way, rank)
+            loaded = load(way, rank, world_size)
             dist.barrier()
         del loaded
     connection.send(peak.mb - before)
     connection.recv()  # wait to be killed
 
 
-def load(way, rank):
+def load(way, rank, world_size):
     """The net, divided, with its weights."""
     if way == "each":
         net = pretrained.Net()
@@ -98,7 +100,7 @@ def load(way, rank):
         net = pretrained.Net()
     divide(net).to_empty(device="cpu")
     if way == "part":
-        pretrained.fill(net, rank, PROCESSES)
+        pretrained.fill(net, rank, world_size)
     else:
         state = load_file(pretrained.WEIGHTS) if rank == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

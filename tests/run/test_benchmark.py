@@ -42,7 +42,7 @@ BENCHMARKS = {
         ["correct", "sent_kib", "state_kib"],
     ),
     "shards": (
-        "--rounds 1 --width 128 --blocks 2",
+        "--rounds 1 --width 128 --blocks 2 --processes 2",
         [(None, name) for name in LOADS],
         ["whole_mb"],
     ),

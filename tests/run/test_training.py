@@ -51,7 +51,7 @@ def test_a_script_and_its_rooms_alone_learn_the_digits(tmp_path):
     shutil.copy(ROOT / "distributed.py", tmp_path)
     for room in ("common", "longrun"):
         shutil.copytree(ROOT / room, tmp_path / room)
-    flags = "--max-steps 6 -p 2 --image-size 32 --warmup-epochs 0 --precision bf16".split()
+    flags = "--max-steps 6 -p 2 --image-size 16 --warmup-epochs 0 --precision bf16".split()
     output = run([PYTHON, "distributed.py", *flags], tmp_path, env=ONE_THREAD)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+) \(", output)]
     assert last_result(output)[0] > 0 and losses[-1] < losses[0], output
