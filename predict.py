@@ -55,7 +55,8 @@ ASSUMED = {
 QUIET = {"strategy", "precision", "bucket_mb", "accumulate", "slow_node", "backend"}
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MEBI = 2**20
-FIRST_BUCKET = MEBI  # DDP's own, so that sending begins early
+BUCKET = 25 * MEBI  # DDP's own
+FIRST_BUCKET = MEBI  # before these, so that sending begins early
 NOTABLE = 0.05  # of a step: what takes less is not said to limit
 NOT_MODELLED = (
     "kernels of NCCL that slow the backward pass, several networks in one node, other jobs on the "
@@ -101,7 +102,7 @@ class Setting:
     weight_bytes: int = 4
     strategy: str = "ddp"
     backend: str = "nccl"
-    bucket_size: float = 25 * MEBI
+    bucket_size: float = BUCKET
     ready: tuple | None = None
     units: int = 16
     accumulate: int = 1
@@ -170,23 +171,25 @@ def all_reduce(s, size, nodes, gpus):
 def buckets(s):
     """[(bytes, share of the backward pass after which they can be sent)], as DDP fills them.
 
-    Weight by weight, in the order of their gradients, until the first holds 1 MiB and each other
-    bucket_size (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb; Li et al., "PyTorch
-    Distributed: Experiences on Accelerating Data Parallel Training", 2020, section 3.2.3).
+    Weight by weight, in the order of their gradients, until each holds bucket_size (DDP's
+    bucket_cap_mb; Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training", 2020, section 3.2.3); where that is not given, the first one 1 MiB. Gradients are in
+    float32 in them: what sends bf16 makes these of a bucket that is full, so half of it is sent.
     """
-    total = s.weights * s.gradient_bytes
+    total, share_sent = s.weights * s.gradient_bytes, s.gradient_bytes / 4
     if s.ready:
         scale = total / sum(size for size, _ in s.ready)
         gradients = [(size * scale, share) for size, share in s.ready]
     else:  # not known: parts that are alike
-        count = math.ceil(max(50, min(10000, 8 * total / s.bucket_size)))
+        count = math.ceil(max(50, min(10000, 8 * 4 * s.weights / s.bucket_size)))
         gradients = [(total / count, (number + 1) / count) for number in range(count)]
-    found, filled, limit = [], 0.0, FIRST_BUCKET
+    first = FIRST_BUCKET if s.bucket_size == BUCKET else s.bucket_size
+    found, filled, limit = [], 0.0, first * share_sent
     for size, share in gradients:
         filled += size
         if filled >= limit:
             found.append((filled, share))
-            filled, limit = 0.0, s.bucket_size
+            filled, limit = 0.0, s.bucket_size * share_sent
     return found + ([(filled, gradients[-1][1])] if filled else [])
 
 
@@ -301,7 +304,10 @@ def linear(s):
 
 
 def limited_by(s):
-    """What makes a step longer than computing: that which alone would make it longest."""
+    """What makes a step longer than computing: that which alone would make it longest.
+
+    Or failures, where they take more than all that.
+    """
     free = replace(
         s,
         between_rate=math.inf,
@@ -329,7 +335,10 @@ def limited_by(s):
         "uneven steps": replace(free, uneven=s.uneven),
         "slow node": replace(free, slow_node=s.slow_node),
     }
-    if step_seconds(s) <= (1 + NOTABLE) * computing(s):
+    longer = step_seconds(s) / computing(s) - 1
+    if s.nodes * s.failures * s.lost > max(NOTABLE, longer):
+        return "failures"
+    if longer <= NOTABLE:
         return "computing"
     return max(alone, key=lambda name: step_seconds(alone[name]))
 
@@ -354,6 +363,8 @@ def remedies(s):
         found["buckets of 100 MiB"] = replace(s, bucket_size=100 * MEBI)
     if s.loader < math.inf:
         found["twice the loader workers"] = replace(s, loader=2 * s.loader)
+    if s.failures:
+        found["half as much lost by a failure (checkpoints, restart)"] = replace(s, lost=s.lost / 2)
     if s.slow_node > 1:
         found["another node for the slow one"] = replace(s, slow_node=1.0)
     return found
@@ -556,6 +567,15 @@ def gather_values(args):
     asked = [(nodes, gpus or values["gpus_per_node"]) for nodes, gpus in values["nodes"]]
     values["nodes"] = sorted(set(asked), key=lambda layout: (math.prod(layout), layout))
     most = max(nodes for nodes, _ in asked)
+    if args.forward_ms and not args.step_ms:
+        raise ValueError("--forward-ms needs --step-ms")
+    if args.file and args.images and not args.step_ms:
+        measured = read(args.file).get("images", args.images)
+        if measured != args.images:
+            raise ValueError(
+                f"{args.file} was measured with {measured:g} images: of {args.images:g} give "
+                "--step-ms too, or measure again"
+            )
     if args.step_ms:  # not the file's
         values.pop("forward_s", None)
     if "step_ms" not in values and "forward_s" not in values:
@@ -766,9 +786,14 @@ def measure(args):
     if rank == 0:
         open(args.measure, "a").close()  # if it cannot be written, that is known now
     backend = args.backend or ("nccl" if cuda else "gloo")
+    # By a ring each byte crosses the network as often as network() counts. By a tree NCCL sends
+    # less between two nodes, and the network would seem faster than it is for more of them.
+    os.environ.setdefault("NCCL_ALGO", "Ring")
     dist.init_process_group(backend)
     clock = Clock(dist, torch, device)
-    measured = {"backend": backend, "gpus_per_node": gpus, "images": args.images or 1}
+    measured = {"backend": backend, "gpus_per_node": gpus}
+    if args.images:  # else the first prediction asks
+        measured["images"] = args.images
     measured |= network(clock, rank, world, gpus) if world > 1 else {}
     measured |= one_step(clock, net, loss)
     if batches is not None:
@@ -805,8 +830,11 @@ def net_and_loss(args, device):
         raise ValueError("which model? give --arch and --images, or --model MODULE:FUNCTION")
     from torchvision.models import get_model
 
-    net = get_model(args.arch, weights=None).to(device)
-    images = torch.rand(int(args.images), 3, 224, 224, device=device)
+    # As the full scripts train: channels_last, the fastest algorithms, and bf16 on GPUs.
+    layout = {"memory_format": torch.channels_last}
+    torch.backends.cudnn.benchmark = True
+    net = get_model(args.arch, weights=None).to(device, **layout)
+    images = torch.rand(int(args.images), 3, 224, 224, device=device).to(**layout)
     target = torch.zeros(len(images), dtype=torch.int64, device=device)
 
     def loss(model):

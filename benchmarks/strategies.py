@@ -82,7 +82,7 @@ def main():
     cases = [
         (bound, processes, name)
         for bound, processes, name in itertools.product(args.bounds, args.processes, names)
-        if processes == 1 or name != "dataparallel"
+        if name != "dataparallel" or processes == (torch.cuda.device_count() or 1)
     ]
     data = Path(args.data or photographs(args.images)).resolve()
     flags = {

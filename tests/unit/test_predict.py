@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import runpy
 import subprocess
 import sys
@@ -89,21 +90,27 @@ def test_ddp_hides_what_it_can():
 
 
 def test_each_bucket_costs_a_call():
-    few = replace(SLOW, call=0.001, bucket_size=1e9)
-    many = replace(few, bucket_size=1e6)
-    calls = len(predict.buckets(many)) - len(predict.buckets(few))
-    more = predict.step_seconds(many) - predict.step_seconds(few)
+    free = replace(SLOW, bucket_size=1e6)
+    more = predict.step_seconds(replace(free, call=0.001)) - predict.step_seconds(free)
+    calls = len(predict.buckets(free))
     assert calls >= 15 and more == pytest.approx(calls / 1000, abs=0.001)
 
 
 def test_buckets_are_those_of_ddp():
+    """The first is smaller where no size was given. In bf16 they are the same, half as large."""
     sizes = [4 * weight.numel() for weight in resnet18().parameters()][::-1]
-    limits = [predict.FIRST_BUCKET, 25 * predict.MEBI]
     weights = [torch.empty(size // 4) for size in sizes]
-    theirs, _ = dist._compute_bucket_assignment_by_size(weights, limits)
     ready = tuple((size, (i + 1) / len(sizes)) for i, size in enumerate(sizes))
-    ours = predict.buckets(replace(USUAL, weights=sum(sizes) / 4, ready=ready))
-    assert [size for size, _ in ours] == [sum(sizes[i] for i in bucket) for bucket in theirs]
+    usual = replace(USUAL, weights=sum(sizes) / 4, ready=ready)
+    small = 5 * predict.MEBI
+    for s, limits in (
+        (usual, [predict.FIRST_BUCKET, predict.BUCKET]),
+        (replace(usual, bucket_size=small), [small]),
+    ):
+        theirs, _ = dist._compute_bucket_assignment_by_size(weights, limits)
+        ours, halves = predict.buckets(s), predict.buckets(replace(s, gradient_bytes=2))
+        assert [size for size, _ in ours] == [sum(sizes[i] for i in bucket) for bucket in theirs]
+        assert halves == [(size / 2, share) for size, share in ours]
 
 
 def test_accumulation_sends_once():
@@ -152,6 +159,7 @@ LIMITS = {
     "loader": replace(FREE, loader=100),
     "slow node": replace(FREE, slow_node=1.5),
     "uneven steps": replace(FREE, uneven=0.1),
+    "failures": replace(FREE, uneven=0.1, failures=1 / 86400, lost=3600.0),
 }
 
 
@@ -172,6 +180,9 @@ REMEDIES = {
     "another node for the slow one": replace(FREE, slow_node=3),
     "HSDP": replace(SLOW, strategy="fsdp", gpus=8, within_rate=1e12, weight_bytes=4),
     "4 passes a step (accumulation)": replace(SLOW, between_rate=1e6),
+    "half as much lost by a failure (checkpoints, restart)": replace(
+        FREE, failures=1 / 86400, lost=86400.0
+    ),
 }
 
 
@@ -351,6 +362,9 @@ WRONG = {
     "--nodes 2x0": "2x0 is neither a number",
     "--nodes 2 --gpus-per-node 8 1": "1: several layouts are written as --nodes 2x8 16x1",
     "--step-ms 5 --weights 1M --images 1 --lost-minutes 3": "--lost-minutes needs --fails-days",
+    "two.json --forward-ms 5": "--forward-ms needs --step-ms",
+    "two.json --images 64": "two.json was measured with 32 images: of 64 give --step-ms too",
+    "none.json": "how many images does one GPU take in a step? give --images",
     "--slow-node 0.5": "must be 1 or more, not 0.5",
     "--strategy zero": "invalid choice: 'zero'",
     "--what": "unrecognized arguments: --what",
@@ -373,6 +387,9 @@ def test_an_error_is_one_line(words, capsys, tmp_path, monkeypatch):
     (tmp_path / "text.json").write_text(json.dumps(text))
     one = {key: value for key, value in FILE["measured"].items() if "between" not in key}
     (tmp_path / "one.json").write_text(json.dumps({"measured": one}))
+    (tmp_path / "two.json").write_text(json.dumps(FILE))
+    none = {key: value for key, value in FILE["measured"].items() if key != "images"}
+    (tmp_path / "none.json").write_text(json.dumps({"measured": none}))
     assert WRONG[words] in said(capsys, *words.split(), code=2)
 
 
@@ -422,3 +439,20 @@ def test_of_a_node_the_first_process_says_an_error(local_rank, waits, monkeypatc
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert predict.main(["--nodes", "0"]) == 2 and found == waits
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_network_is_measured_by_a_ring(monkeypatch):
+    """Of which the formulas are: by a tree NCCL sends less between two nodes."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    monkeypatch.setattr(predict, "net_and_loss", lambda *_: (None, None))
+    seen = []
+
+    def init_process_group(backend):
+        seen.append((backend, os.environ["NCCL_ALGO"]))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    assert predict.main(["--measure", "net.json", "--backend", "nccl"]) == 2
+    assert seen == [("nccl", "Ring")]
