@@ -70,6 +70,27 @@ class Run(list):
         found = [[table.get(key) for table in tables] for key in tables[0]]
         return [row for row in found if all(one and one[what] for one in row)]
 
+    def looks(self):
+        """Rows of "validates": the same look at a model without gradients in all processes.
+
+        It is at one line, after as many steps, of each Join(). Where one process looks more often
+        there, it may have looked at another model first: none of these is compared.
+        """
+        tables = []
+        for process in self:
+            tables.append(collections.defaultdict(list))
+            joins = steps = 0
+            for event in process.of("step", "join", "joined", "validates"):
+                if event["kind"] == "validates":
+                    tables[-1][event["line"], joins, steps].append(event)
+                elif event["kind"] == "step":
+                    steps += 1
+                else:
+                    joins, steps = joins + 1, 0
+        found = [[table.get(key, []) for table in tables] for key in tables[0]]
+        alike = [looks for looks in found if len({*map(len, looks)}) == 1]
+        return [row for looks in alike for row in zip(*looks, strict=True)]
+
     def noted(self, *kinds):
         return any(process.of(*kinds) for process in self)
 

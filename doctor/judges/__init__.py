@@ -69,7 +69,7 @@ ABOUT = {
     "step": lambda run: run.rows("step"),  # a row: the n-th step in all processes
     "apart": lambda run: [row for row in [run.apart()] if row],  # before the weights differ
     "plateau": lambda run: run.rows("plateau"),
-    "validates": lambda run: run.rows("validates"),
+    "looks": lambda run: run.looks(),  # a row: the same look at a model that is validated
     "means": means_by_line,  # all rows of means that one line takes
     "gradient": of_the_first("gradient"),  # a row with the event of rank 0 alone
     "clip": of_the_first("clip"),

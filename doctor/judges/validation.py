@@ -188,7 +188,7 @@ def added(process):
     return found
 
 
-@judge("validates", "batchnorm-statistics-of-ones-own", certain=False)
+@judge("looks", "batchnorm-statistics-of-ones-own", certain=False)
 def own_batchnorm(row, run):
     """A hint, for rank 0's may be the only ones that count."""
     if differ(row, "buffers") and not differ(row, "weights") and not run.noted("synced"):
@@ -199,13 +199,12 @@ def own_batchnorm(row, run):
             return Finding(row[0]["line"], text)
 
 
-@judge("validates", "doctor.md#the-weights-differ", certain=True, general="weights")
+@judge("looks", "doctor.md#the-weights-differ", certain=True, general="weights")
 def other_model(row, run):
     """Certain where what several models have got right is added up, and one is trained."""
     of_all = [[one for one in p.passes if one["validated"]] for p in run]
     together = all(of_all) and added_up(of_all[0][0], run[0])
     same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
-    same &= not differ(row, "line")
     # Of what DDP has wrapped a judge of steps has told where it came apart, if it saw it.
     told = row[0]["wrapped"] and run.apart()
     if differ(row, "weights") and same and not told:
@@ -214,10 +213,10 @@ def other_model(row, run):
         return Finding(row[0]["line"], text, certain=together and train_one_model(run))
 
 
-@judge("validates", "doctor.md#the-processes-do-not-do-the-same", certain=True)
+@judge("looks", "doctor.md#the-processes-do-not-do-the-same", certain=True)
 def validated_in_other_modes(row, run):
     """Certain for BatchNorm and dropout: in training mode they give other answers."""
-    if differ(row, "training") and not differ(row, "line"):
+    if differ(row, "training"):
         rank = next(rank for rank, event in enumerate(row) if event["training"])
         text = say(
             "rank {rank} validates in training mode, others do not: who calls eval()?", rank=rank

@@ -585,6 +585,12 @@ RIGHT_TOO = {
         ("    with torch.no_grad():\n", "    if True:\n"),
         ("correct += (net(images)", "correct += (torch.no_grad()(net)(images)"),
     ],
+    "rank 0 looks at some samples first": [
+        (
+            WRAP,
+            f"{WRAP}\nif rank == 0:\n    with torch.no_grad():\n        net(data[:4][0])",
+        )
+    ],
     # One line trains and validates, and ranks have 5 and 3 batches to validate.
     "parts of unlike length": [
         ("sampler=range(rank, 64, 2))", "sampler=range(0, 40) if rank == 0 else range(40, 64))"),

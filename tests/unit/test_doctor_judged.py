@@ -1,0 +1,103 @@
+"""What all judges say of a run whose events are made up: of right ones nothing."""
+
+import pytest
+
+from doctor import judges
+from doctor.run import Process, Run
+
+FACTS = {
+    "group": {"rank": 0},
+    "batch": {"grad": True},
+    "pass": {
+        **{"made": "t.py:5", "sampler": "t.py:4", "batches": 2, "size": 32, "base": 32},
+        **{"workers": 0, "length": 16, "padding": 0, "seed": 0, "epoch": 0, "num_replicas": 2},
+        **{"rank": 0, "shuffle": True, "trims": False, "drops": False, "stream": False},
+        "classes": None,
+    },
+    "forward": {"trains": True, "training": True, "wrapped": True, "modes": False}
+    | {"sends": False, "synced": True, "given": None},
+    "validates": {"training": False, "buffers": {}, "wrapped": True, "modes": False},
+    "step": {"weights": {}, "own": {}, "parts": {}, "order": {}, "lr": [0.1], "random": {}}
+    | {"zeroed": 1, "optimizer": 0, "ours": 0, "squares": None},
+    "collective": {"name": "all_reduce", "shape": ["float32", 1], "number": 1.0, "changes": 1}
+    | {"gradients": None, "whole": True, "known": None, "set": None},
+    "end": {"error": "", "frozen": [], "outside": False},
+}
+
+
+def event(kind, line=1, **facts):
+    return {"kind": kind, "line": f"t.py:{line}"} | FACTS.get(kind, {}) | facts
+
+
+def run_of(events_of):
+    """Two processes; events_of(rank): what each does."""
+    return Run(
+        Process([event("group", rank=rank), event("wrap", 9, frozen=[]), *events_of(rank)])
+        for rank in (0, 1)
+    )
+
+
+def found_in(run):
+    found = judges.findings([run])
+    assert not run.faults
+    return [(one.certain, one.line, one.text) for one in found]
+
+
+def step(weight, line=22, optimizer=0):
+    """Of a model of DDP."""
+    calls = [["F", "t.py:20"], ["B", "t.py:21"]]
+    facts = {"weights": {"0.w": weight}, "order": {"0": calls}, "optimizer": optimizer}
+    return [event("forward", 20), event("backward", 21), event("step", line, **facts)]
+
+
+def batches(number, items, line=18, data=0, **facts):
+    """Those of a pass, 8 items each."""
+    named = [[f"{data}:{i}", str(i % 2), str(i)] for i in items]
+    parts = [named[at : at + 8] for at in range(0, len(named), 8)]
+    return [event("batch", line, number=number, items=part, **facts) for part in parts]
+
+
+def trains(rank, epoch, seed=None, **facts):
+    """An epoch of two steps, in an order that is that of the epoch."""
+    order = [(2 * i + rank + 10 * (epoch if seed is None else seed)) % 32 for i in range(16)]
+    found = [event("pass", 18, number=2 * epoch, rank=rank, epoch=epoch, **facts)]
+    for i, batch in enumerate(batches(2 * epoch, order)):
+        found += [batch, *step(str(2 * epoch + i))]
+    return [*found, event("over", 18, number=2 * epoch)]
+
+
+def validates(rank, epoch, weight):
+    """Each its part, whose numbers are added up."""
+    number = 2 * epoch + 1
+    first, *others = batches(number, range(rank, 32, 2), 30, data=1, grad=False)
+    facts = {"rank": rank, "shuffle": False, "made": "t.py:6"}
+    return [
+        event("pass", 30, number=number, **facts),
+        *(first, event("validates", 31, weights={"w": weight})),
+        *(*others, event("over", 30, number=number), event("collective", 33)),
+    ]
+
+
+@pytest.mark.parametrize("line", [12, 31])
+def test_rank_0_looks_once_more(line):
+    """At a line of its own, or at another model in the function that validates."""
+
+    def events(rank, weight="2"):
+        more = [event("validates", line, weights={"w": "ema"})] if rank == 0 else []
+        found = [*more, *trains(rank, 0), *validates(rank, 0, "2"), *more, *trains(rank, 1)]
+        return [*found, *validates(rank, 1, weight if rank else "4"), event("end")]
+
+    assert not found_in(run_of(lambda rank: events(rank, "4")))
+    ((certain, at, text),) = found_in(run_of(events))
+    assert certain and at == "t.py:31" and text.startswith("w of the model that is validated")
+
+
+def test_looks_after_join_are_those_of_its_end():
+    """In it a process may make more steps."""
+
+    def events(rank):
+        ends = [event("join"), *[event("step")] * (5 - 2 * rank), event("joined")]
+        return [*ends, event("validates", 31, weights={"w": str(rank)})]
+
+    ((one, other),) = run_of(events).looks()
+    assert (one["weights"], other["weights"]) == ({"w": "0"}, {"w": "1"})
