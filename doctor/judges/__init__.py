@@ -61,12 +61,20 @@ def means_by_line(run):
     return lines.values()
 
 
+def steps_by_optimizer(run):
+    rows = collections.defaultdict(list)
+    for row in run.rows("step"):
+        rows[tuple(event["optimizer"] for event in row)].append(row)
+    return rows.values()
+
+
 # What a judge can be asked about: its first argument, and how it is found in a run.
 ABOUT = {
     "run": None,  # the whole run is the only argument
     "trained": lambda run: run.rounds("trained"),  # a row of passes in which models were trained
     "validated": lambda run: run.rounds("validated"),
     "step": lambda run: run.rows("step"),  # a row: the n-th step in all processes
+    "optimizers": steps_by_optimizer,  # all rows of steps of one optimizer
     "apart": lambda run: [row for row in [run.apart()] if row],  # before the weights differ
     "plateau": lambda run: run.rows("plateau"),
     "looks": lambda run: run.looks(),  # a row: the same look at a model that is validated

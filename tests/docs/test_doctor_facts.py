@@ -54,6 +54,7 @@ AVERAGE = """        for w in net.parameters():
             dist.all_reduce(w.grad)
             w.grad /= 2
 """
+LAST = "last = torch.optim.SGD(net[2].parameters(), lr=0.1)"
 BY_HAND = [
     (WRAP, "model = net"),
     (
@@ -318,6 +319,22 @@ SEEN = {
         [(WRAP, "model = net")],
         False,
         "no DDP, and no gradient is averaged",
+        "optimizer.step()",
+    ),
+    "one of two optimizers by hand": (
+        [
+            (WRAP, "model = net"),
+            ("del model\n", ""),
+            ("SGD(net.parameters(), lr=0.1)", "SGD(net[0].parameters(), lr=0.1)\n" + LAST),
+            ("        optimizer.zero_grad()", "        net.zero_grad()"),
+            (
+                "        optimizer.step()",
+                AVERAGE.replace("net.", "net[2].")
+                + "        optimizer.step()\n        last.step()",
+            ),
+        ],
+        False,  # its weights may be each process's own
+        "from here on: no gradient of this optimizer is averaged",
         "optimizer.step()",
     ),
     "averaged twice": (

@@ -20,7 +20,7 @@ FACTS = {
     "step": {"weights": {}, "own": {}, "parts": {}, "order": {}, "lr": [0.1], "random": {}}
     | {"zeroed": 1, "optimizer": 0, "ours": 0, "squares": None},
     "collective": {"name": "all_reduce", "shape": ["float32", 1], "number": 1.0, "changes": 1}
-    | {"gradients": None, "whole": True, "known": None, "set": None},
+    | {"gradients": None, "optimizer": None, "whole": True, "known": None, "set": None},
     "end": {"error": "", "frozen": [], "outside": False},
 }
 
@@ -101,3 +101,27 @@ def test_looks_after_join_are_those_of_its_end():
 
     ((one, other),) = run_of(events).looks()
     assert (one["weights"], other["weights"]) == ({"w": "0"}, {"w": "1"})
+
+
+@pytest.mark.parametrize("averaged", [[0, 1], [None], [0], [1], []])
+@pytest.mark.parametrize("drifts", [0, 1])
+def test_each_optimizer_is_looked_at(averaged, drifts):
+    """Without DDP, two step by turns, and the weights of one of them differ from step 2 on."""
+    certain = None in averaged or drifts in averaged
+
+    def events(rank, own=drifts):
+        sums = [event("collective", 24, gradients="own", optimizer=one) for one in averaged]
+        found = []
+        for i in range(3):
+            found += [event("backward", 21), *sums]
+            for n in (0, 1):
+                weight = f"{i}.{rank if n == own and i else 0}"
+                found.append(event("step", 25 + n, optimizer=n, own={"0 [9]": weight}, ours=1))
+        return [*found, event("end")]
+
+    assert not found_in(run_of(lambda rank: events(rank, None)))
+    ((is_certain, line, text),) = found_in(run_of(events))
+    assert (is_certain, line) == (certain, f"t.py:{25 + drifts}")
+    assert text.startswith("the weights differ between the processes from here on")
+    assert ("no gradient is averaged" in text) == (not averaged)
+    assert ("of this optimizer" in text) == (bool(averaged) and not certain)
