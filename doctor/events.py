@@ -20,7 +20,9 @@ FIELDS = {
     "joins": "rank number",
     "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK
     "shards": "weights",  # fully_shard() is about to divide these: sums by name
-    "part": "",  # a group of some of the processes is used, or a mesh of two axes was made
+    # A group of some of the processes is used, or a mesh was made that divides them, see groups.py;
+    # size: how many it has
+    "part": "size",
     # These ranks compute one model together: of: "layer", parts of each, or "pipeline", its stages
     "together": "of ranks",
     "join": "",  # torch's Join() begins: parts of unlike length are meant
@@ -74,13 +76,13 @@ FIELDS = {
     "plateau": "value",
     "seed": "seed",
     # ---- Data
-    # A pass over a DataLoader. number: of the pass; made, sampler: the lines where the loader and
-    # its sampler were made; batches, length, size, base: lengths of the loader, the sampler, the
-    # data, and of what is below all Subsets, None of a stream; classes: names by number, or None;
-    # padding: how many items the sampler repeats; trims: Accelerate cuts those off; drops:
-    # drop_last; the others are the sampler's.
-    "pass": "number made batches workers size base sampler length seed epoch rank num_replicas "
-    "shuffle padding trims drops stream classes",
+    # A pass over a DataLoader. number: of the pass; loader: its own; made, sampler: the lines where
+    # the loader and its sampler were made; batches, length, size, base: lengths of the loader, the
+    # sampler, the data, and of what is below all Subsets, None of a stream; classes: names by
+    # number, or None; padding: how many items the sampler repeats; trims: Accelerate cuts those
+    # off; drops: drop_last; the others are the sampler's.
+    "pass": "number loader made batches workers size base sampler length seed epoch rank "
+    "num_replicas shuffle padding trims drops stream classes",
     # items: [name, sum of the label, sum of the image] each; grad: read with gradients enabled
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass

@@ -4,6 +4,7 @@ A row is a list with one event, or one pass over a loader, of each process, by r
 """
 
 import collections
+import itertools
 import json
 from pathlib import Path
 
@@ -34,6 +35,24 @@ class Process:
                 found[-1].append(event)
             else:
                 found.append([])
+        return found
+
+    def epochs(self):
+        """[[pass]]: those in which each loader was trained with, in their order.
+
+        A loader may be made anew for each, at the same line; but not while one before is read.
+        """
+        found = []
+        for one in self.passes:
+            if not one["trained"]:
+                continue
+            before = [epochs for epochs in found if epochs[-1]["line"] == one["line"]]
+            same = [epochs for epochs in before if epochs[-1]["loader"] == one["loader"]]
+            same += [epochs for epochs in before if is_over(epochs[-1], one)]
+            if same:
+                same[0].append(one)
+            else:
+                found.append([one])
         return found
 
     @property
@@ -91,6 +110,21 @@ class Run(list):
         alike = [looks for looks in found if len({*map(len, looks)}) == 1]
         return [row for looks in alike for row in zip(*looks, strict=True)]
 
+    def epochs(self):
+        """[[a pass of training, the next one of its loader]], of each process alone."""
+        of_all = [epochs for process in self for epochs in process.epochs()]
+        return [pair for epochs in of_all for pair in itertools.pairwise(epochs)]
+
+    def divided(self):
+        """The event that shows that processes may differ on purpose, or None.
+
+        They use groups of their own, or compute a model together. A collective in a group of one
+        does nothing; but where each process has one, each may have a model of its own.
+        """
+        found = [process.of("part", "together") for process in self]
+        several = [e for events in found for e in events if e["kind"] != "part" or e["size"] > 1]
+        return next(iter(several), found[0][0] if all(found) else None)
+
     def noted(self, *kinds):
         return any(process.of(*kinds) for process in self)
 
@@ -116,6 +150,11 @@ class Run(list):
             if all(event["order"].keys() == row[0]["order"].keys() for event in row):
                 last |= dict.fromkeys(row[0]["order"], row)
         return None
+
+
+def is_over(one, other):
+    """Whether a pass was over before another one began, of a loader that was made at its line."""
+    return one["made"] == other["made"] and one["last"] < other["place"]
 
 
 def has_parted(row, name):

@@ -49,18 +49,14 @@ def rank_in_sampler(row, run):
         return Finding(row[0]["sampler"], text)
 
 
-@judge("trained", "set_epoch-is-forgotten", certain=True)
+@judge("epochs", "set_epoch-is-forgotten", certain=True)
 def same_order(row, run):
     """Certain where a shuffled order of 8 items or more comes again, in any process."""
-    for one, process in zip(row, run, strict=True):
-        passes = [p for p in process.passes if p["line"] == one["line"] and p["trained"]]
-        before = passes[passes.index(one) - 1] if one != passes[0] else None
-        few = len(one["items"]) < 8  # their order may be the same by chance
-        if before and one["shuffle"] and not few and names(one) == names(before):
-            text = say(
-                "the order is that of the epoch before: call set_epoch(epoch) of its sampler"
-            )
-            return Finding(one["line"], text)
+    before, one = row
+    few = len(one["items"]) < 8  # their order may be the same by chance
+    if one["shuffle"] and not few and names(one) == names(before):
+        text = say("the order is that of the epoch before: call set_epoch(epoch) of its sampler")
+        return Finding(one["line"], text)
 
 
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=True, general="items")

@@ -55,6 +55,7 @@ AVERAGE = """        for w in net.parameters():
             w.grad /= 2
 """
 LAST = "last = torch.optim.SGD(net[2].parameters(), lr=0.1)"
+MESH = "('cpu', (2, 1), mesh_dim_names=('data', 'model'))"
 BY_HAND = [
     (WRAP, "model = net"),
     (
@@ -393,6 +394,25 @@ SEEN = {
         True,
         "differs between the processes",
         "optimizer.step()",
+    ),
+    "no set_epoch, beside a collective of rank 0 alone": (
+        [
+            ("rank = dist.get_rank()", "rank = dist.get_rank()\nalone = dist.new_group([0])"),
+            ("    sampler.set_epoch(epoch)\n", "    dist.barrier(group=alone)\n"),
+        ],
+        True,
+        "the order is that of the epoch before",
+        "in enumerate(loader)",
+    ),
+    "eval on rank 0, beside a mesh of one row": (
+        [
+            alone("    net.eval()"),
+            DROPOUT,
+            ("rank = dist.get_rank()", "rank = dist.get_rank()\ndist.init_device_mesh" + MESH),
+        ],
+        True,
+        "rank 1 validates in training mode",
+        "net(images)",
     ),
     "rates of FSDP": (
         [

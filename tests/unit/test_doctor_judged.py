@@ -2,14 +2,22 @@
 
 import pytest
 
-from doctor import judges
+from doctor import judges, report
 from doctor.run import Process, Run
+from doctor.wrappers import groups
 
 FACTS = {
     "group": {"rank": 0},
     "batch": {"grad": True},
     "pass": {
-        **{"made": "t.py:5", "sampler": "t.py:4", "batches": 2, "size": 32, "base": 32},
+        **{
+            "loader": 0,
+            "made": "t.py:5",
+            "sampler": "t.py:4",
+            "batches": 2,
+            "size": 32,
+            "base": 32,
+        },
         **{"workers": 0, "length": 16, "padding": 0, "seed": 0, "epoch": 0, "num_replicas": 2},
         **{"rank": 0, "shuffle": True, "trims": False, "drops": False, "stream": False},
         "classes": None,
@@ -70,7 +78,7 @@ def validates(rank, epoch, weight):
     """Each its part, whose numbers are added up."""
     number = 2 * epoch + 1
     first, *others = batches(number, range(rank, 32, 2), 30, data=1, grad=False)
-    facts = {"rank": rank, "shuffle": False, "made": "t.py:6"}
+    facts = {"rank": rank, "shuffle": False, "made": "t.py:6", "loader": 1}
     return [
         event("pass", 30, number=number, **facts),
         *(first, event("validates", 31, weights={"w": weight})),
@@ -125,3 +133,46 @@ def test_each_optimizer_is_looked_at(averaged, drifts):
     assert text.startswith("the weights differ between the processes from here on")
     assert ("no gradient is averaged" in text) == (not averaged)
     assert ("of this optimizer" in text) == (bool(averaged) and not certain)
+
+
+GROUPS = {  # what each process uses, and whether some may differ by it
+    "none": ([None, None], False),
+    "rank 0 alone in one": ([1, None], False),
+    "each in its own": ([1, 1], True),
+    "some of them": ([2, None], True),
+    "one model": (["together", "together"], True),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_where_processes_may_differ_on_purpose_the_report_says_so(name):
+    """Samplers of one rank are no mistake then; the same order in each epoch is one."""
+    own, differ = GROUPS[name]
+
+    def events(rank, seed):
+        found = [event("part", 8, size=own[rank])] if own[rank] else []
+        if own[rank] == "together":
+            found = [event("together", 8, of="layer", ranks=[0, 1])]
+        return [*found, *trains(0, 0), *trains(0, 1, seed), event("end")]
+
+    run = run_of(lambda rank: events(rank, 1))
+    assert [text[:22] for _, _, text in found_in(run)] == ["the processes' sampler"] * (not differ)
+    assert report.not_asked([run]).startswith("t.py:8  " if differ else "")
+    assert bool(report.not_asked([run])) == differ
+    texts = [text for _, _, text in found_in(run_of(lambda rank: events(rank, 0)))]
+    assert "call set_epoch(epoch) of its sampler" in "".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "size"),
+    [
+        ((2, 1), None, None),
+        ((1, 2), ("replicate", "dp_shard_cp"), None),
+        ((4,), None, None),
+        ((2, 3), None, 2),
+        ((1, 2), ("dp", "tp"), 2),
+        ((2,), ("model_parallel",), 2),
+    ],
+)
+def test_a_mesh_divides_by_axes_that_are_longer_than_one(shape, names, size):
+    assert groups.parts_of(shape, names) == size
