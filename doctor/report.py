@@ -156,8 +156,8 @@ def not_asked(runs):
     if event["kind"] == "part":
         why = say("some use a group of their own")
     return say(
-        "{line}  here the processes may differ on purpose, for {why}: what they read and validate, "
-        "and weights without DDP, were not compared",
+        "{line}  here the processes may differ on purpose, for {why}: what they read, count and "
+        "validate, and weights without DDP, were not compared",
         line=event["line"],
         why=why,
     )

@@ -56,6 +56,18 @@ AVERAGE = """        for w in net.parameters():
 """
 LAST = "last = torch.optim.SGD(net[2].parameters(), lr=0.1)"
 MESH = "('cpu', (2, 1), mesh_dim_names=('data', 'model'))"
+LOADER = "loader = DataLoader(data, 8, sampler=sampler)\n"
+ZIPPED = [
+    (
+        f"\n{LOADER}",
+        f"\n{LOADER}also = DistributedSampler(data, drop_last=True)\n"
+        "other = DataLoader(data, 8, sampler=also)\n",
+    ),
+    (
+        "(images, target) in enumerate(loader)",
+        "((images, target), _) in enumerate(zip(other, loader))",
+    ),
+]
 BY_HAND = [
     (WRAP, "model = net"),
     (
@@ -414,6 +426,12 @@ SEEN = {
         "rank 1 validates in training mode",
         "net(images)",
     ),
+    "no set_epoch for one of two zipped loaders": (
+        ZIPPED,
+        True,
+        "the order is that of the epoch before",
+        "in enumerate(zip(",
+    ),
     "rates of FSDP": (
         [
             (WRAP, "model = net"),
@@ -627,6 +645,14 @@ RIGHT_TOO = {
             WRAP,
             f"{WRAP}\nif rank == 0:\n    with torch.no_grad():\n        net(data[:4][0])",
         )
+    ],
+    "two zipped loaders, and a look at the first batch": [
+        *ZIPPED,
+        (
+            "    sampler.set_epoch(epoch)\n",
+            "    look = next(iter(other))\n"
+            "    sampler.set_epoch(epoch)\n    also.set_epoch(epoch)\n",
+        ),
     ],
     # One line trains and validates, and ranks have 5 and 3 batches to validate.
     "parts of unlike length": [

@@ -9,19 +9,10 @@ from doctor.wrappers import groups
 FACTS = {
     "group": {"rank": 0},
     "batch": {"grad": True},
-    "pass": {
-        **{
-            "loader": 0,
-            "made": "t.py:5",
-            "sampler": "t.py:4",
-            "batches": 2,
-            "size": 32,
-            "base": 32,
-        },
-        **{"workers": 0, "length": 16, "padding": 0, "seed": 0, "epoch": 0, "num_replicas": 2},
-        **{"rank": 0, "shuffle": True, "trims": False, "drops": False, "stream": False},
-        "classes": None,
-    },
+    "pass": {"made": "t.py:5", "sampler": "t.py:4", "batches": 2, "size": 32, "base": 32}
+    | {"workers": 0, "length": 16, "padding": 0, "seed": 0, "epoch": 0, "num_replicas": 2}
+    | {"loader": 0, "rank": 0, "shuffle": True, "trims": False, "drops": False}
+    | {"stream": False, "classes": None},
     "forward": {"trains": True, "training": True, "wrapped": True, "modes": False}
     | {"sends": False, "synced": True, "given": None},
     "validates": {"training": False, "buffers": {}, "wrapped": True, "modes": False},
@@ -176,3 +167,52 @@ def test_where_processes_may_differ_on_purpose_the_report_says_so(name):
 )
 def test_a_mesh_divides_by_axes_that_are_longer_than_one(shape, names, size):
     assert groups.parts_of(shape, names) == size
+
+
+@pytest.mark.parametrize("forgets", [None, 0, 1])
+@pytest.mark.parametrize("anew", [False, True])
+def test_each_of_two_zipped_loaders_is_looked_at(forgets, anew):
+    """Of one data set, and made at one line, by a function; perhaps anew for each epoch."""
+
+    def events(rank):
+        found = []
+        for epoch in range(2):
+            passes, numbers = [], (2 * epoch, 2 * epoch + 1)
+            for n in numbers:
+                at = 0 if n % 2 == forgets else epoch
+                order = [(2 * i + rank + 8 * (n % 2) + 10 * at) % 32 for i in range(16)]
+                facts = {"loader": n if anew else n % 2, "rank": rank, "epoch": at}
+                found.append(event("pass", 18, number=n, **facts))
+                passes.append(batches(n, order))
+            for i, pair in enumerate(zip(*passes, strict=True)):
+                found += [*pair, *step(str(2 * epoch + i))]
+            found.append(event("over", 18, number=numbers[0]))
+        return [*found, event("end")]
+
+    run = run_of(events)
+    trained = [[one["number"] for one in epochs] for epochs in run[0].epochs()]
+    assert trained == [[0, 2], [1, 3]]
+    texts = [text for _, _, text in found_in(run)]
+    assert len(texts) == (forgets is not None)
+    assert all(text.startswith("the order is that of the epoch before") for text in texts)
+
+
+def test_what_is_read_between_two_backwards_is_not_trained_with():
+    """With gradients: a sum over all items, a look at the first ones, and a validation by steps."""
+
+    def events(rank):
+        part = range(rank, 32, 2)
+        found = [event("pass", 11, number=10), *batches(10, part, 11)]
+        found += [event("over", 11, number=10), event("pass", 14, number=13, rank=rank)]
+        other = batches(13, [*part] * 2, 14, data=1)
+        for epoch in range(2):
+            found += [event("pass", 12, number=11 + epoch), batches(11 + epoch, part, 12)[0]]
+            for one in trains(rank, epoch):
+                found.append(one)
+                if one["kind"] == "step":
+                    found += [other.pop(), event("forward", 31, trains=False, training=False)]
+        return [*found, event("end")]
+
+    run = run_of(events)
+    assert [one["number"] for one in run[0].passes if one["trained"]] == [0, 2]
+    assert not [text for _, _, text in found_in(run) if "order" in text]
