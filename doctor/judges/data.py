@@ -61,9 +61,14 @@ def same_order(row, run):
 
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=True, general="items")
 def samplers_disagree(row, run):
-    """Certain for samplers that divide the data among all: no two may give one item."""
+    """Certain where a fact of samplers that divide the data among all shows why they do not.
+
+    Else a hint, for they may draw at random; nothing where one gives its own process items again.
+    """
     ours = all(one["num_replicas"] == len(run) for one in row)
     if not ours or same_rank(row, run) or alike(row):
+        return None
+    if any(len({*names(one)}) < len(one["items"]) for one in row):
         return None
     twice = sum(count > 1 for count in times_seen(row).values())
     if twice > max(0, row[0]["padding"]):
@@ -76,7 +81,7 @@ def samplers_disagree(row, run):
                 cause=cause,
                 values=each(row, cause),
             )
-        return Finding(row[0]["sampler"], text)
+        return Finding(row[0]["sampler"], text, certain=bool(cause))
 
 
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=False)

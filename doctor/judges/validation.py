@@ -108,7 +108,11 @@ def all_validated(row, run):
 
 @judge("run", "validation-numbers-its-classes-by-itself", certain=True)
 def other_classes(run):
-    """Certain where the names of classes differ; a hint where only their numbers are seen."""
+    """Certain where one has a part of the other's classes, and gives them other numbers.
+
+    A hint where they share some names, or only their numbers are seen. Nothing where they share no
+    name: what is trained without labels may lie in one folder, and be validated on other data.
+    """
     trained, validated = (
         [one for one in run[0].passes if one[what] and one["whole"]]
         for what in ("trained", "validated")
@@ -116,6 +120,8 @@ def other_classes(run):
     if not trained or not validated:
         return None
     ours, theirs = trained[0]["classes"], validated[0]["classes"]
+    if ours and theirs and {*ours}.isdisjoint(theirs):
+        return None
     if ours and theirs and ours != theirs:
         number = next(i for i, name in enumerate([*ours, None]) if theirs[i : i + 1] != [name])
         text = say(
@@ -124,7 +130,8 @@ def other_classes(run):
             name=[*ours, None][number],
             other=[*theirs, None][number],
         )
-        return Finding(validated[0]["made"], text)
+        part = {*ours} <= {*theirs} or {*theirs} <= {*ours}
+        return Finding(validated[0]["made"], text, certain=part)
     labels, others = labels_of(trained), labels_of(validated)
     alike = labels == {*range(len(labels))} and others == {*range(len(others))}
     if alike and 1 < len(others) < len(labels) and len(validated[0]["items"]) > 9 * len(labels):

@@ -216,3 +216,47 @@ def test_what_is_read_between_two_backwards_is_not_trained_with():
     run = run_of(events)
     assert [one["number"] for one in run[0].passes if one["trained"]] == [0, 2]
     assert not [text for _, _, text in found_in(run) if "order" in text]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differs", "certain"),
+    [
+        ([0, 0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11, 13, 0], "seed", None),  # drawn again
+        ([0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 0], "rank", False),
+        ([0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 0], "seed", True),
+        ([0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15], "rank", None),
+    ],
+)
+def test_an_item_that_two_samplers_give(first, second, differs, certain):
+    def events(rank):
+        facts = {"rank": rank, "length": 8, "batches": 1, differs: rank}
+        (batch,) = batches(0, (first, second)[rank])
+        return [event("pass", 18, number=0, **facts), batch, *step("0"), event("end")]
+
+    found = found_in(run_of(events))
+    assert [one for one, _, _ in found] == [certain] * (certain is not None)
+    assert not found or found[0][2].startswith("1 items are read by several processes")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "certain"),
+    [
+        (["images"], ["cat", "dog"], None),  # trained without labels
+        (["cat", "dog"], ["cat", "dog"], None),
+        (["ant", "cat", "dog"], ["cat", "dog"], True),
+        (["cat", "dog"], [".ipynb_checkpoints", "cat", "dog"], True),
+        (["bird", "car", "truck"], ["automobile", "bird", "truck"], False),  # another data set
+    ],
+)
+def test_classes_of_other_names(ours, theirs, certain):
+    def events(rank):
+        found = []
+        for epoch in range(2):
+            found += trains(rank, epoch, classes=ours)
+            valid = validates(rank, epoch, str(2 * epoch + 2))
+            found += [one | ({"classes": theirs} if one["kind"] == "pass" else {}) for one in valid]
+        return [*found, event("end")]
+
+    found = found_in(run_of(events))
+    assert [one for one, _, _ in found] == [certain] * (certain is not None)
+    assert all(text.startswith("class ") for _, _, text in found)
