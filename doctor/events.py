@@ -37,11 +37,10 @@ FIELDS = {
     "fault": "error",  # of the doctor itself
     # ---- Collectives. shape: of the tensor; number: its sum, of a small one outside of autograd;
     # changes: how often it was changed in place; gradients: "wrapped" or "own" if it is that of a
-    # weight, see optimizers.gradient_of(), or None; optimizer: the number of that weight's, None of
-    # the gradients of all; whole: among all processes; known: the line that has read what such a
-    # small tensor held, or None; set: the line of a loop over a set of strings, in which it is
-    # called, or None
-    "collective": "name shape number changes gradients optimizer whole known set",
+    # weight, see optimizers.gradient_of(), or None; optimizers: the numbers of those that have it;
+    # whole: among all processes; known: the line that has read what such a small tensor held, or
+    # None; set: the line of a loop over a set of strings, in which it is called, or None
+    "collective": "name shape number changes gradients optimizers whole known set",
     # A process sends to another one, or has got what it sends; peer: its rank, or None if not known
     "sends": "peer",
     "receives": "peer",

@@ -154,8 +154,8 @@ def own_weights_differ(rows, run):
     if not steps or not differ(steps[-1], "own") or not same_names(steps[-1]):
         return None
     first = next(row for row in steps if differ(row, "own"))
-    averaged = {e["optimizer"] for e in run[0].of("collective") if e["gradients"] == "own"}
-    by_hand = not averaged.isdisjoint({None, first[0]["optimizer"]})
+    sums = [event for event in run[0].of("collective") if event["gradients"] == "own"]
+    by_hand = any(first[0]["optimizer"] in event["optimizers"] for event in sums)
     begins = first is steps[0]
     if begins:
         text = say("the weights differ between the processes from the first step on")
@@ -163,7 +163,7 @@ def own_weights_differ(rows, run):
         text = say("the weights differ between the processes from here on")
     if begins and by_hand:
         text = say("{text}: broadcast rank 0's before", text=text)
-    elif averaged and not by_hand:
+    elif sums and not by_hand:
         text = say("{text}: no gradient of this optimizer is averaged", text=text)
     elif not by_hand:
         text = say("{text}: no DDP, and no gradient is averaged", text=text)

@@ -52,7 +52,7 @@ def wrap_collective(torch, name):
         tensor = next((x for x in [*args, *kwargs.values()] if torch.is_tensor(x)), None)
         group = kwargs.get("group") or next((x for x in args if is_group(x)), None)
         note_part(dist, group)
-        gradients, optimizer = (None, None) if tensor is None else gradient_of(tensor)
+        gradients, optimizers = (None, []) if tensor is None else gradient_of(tensor)
         note(
             "collective",
             name=name,
@@ -60,7 +60,7 @@ def wrap_collective(torch, name):
             number=sum_of_small(torch, tensor),
             changes=None if tensor is None or tensor.is_inference() else tensor._version,
             gradients=gradients,
-            optimizer=optimizer,
+            optimizers=optimizers,
             whole=group is None or group == dist.group.WORLD,
             known=note_summed(tensor) if name in ("all_reduce", "reduce") else None,
             set=loop_over_a_set(2),

@@ -131,23 +131,28 @@ def random_states(torch):
 
 
 def gradient_of(tensor):
-    """(kind, number of the optimizer): whether it is the gradient of one of its weights.
+    """(kind, numbers of optimizers): whether it is the gradient of a weight that they have.
 
-    "wrapped" if DDP knows the weight and has averaged the gradient already, "own" if not, or
-    (None, None). If it is as long as all gradients it is taken for them, flattened: ("own", None).
+    "wrapped" if DDP knows the weight and has averaged the gradient already, "own" if not, else
+    (None, []). What is as long as all gradients is taken for them, flattened: "own", of all.
     """
     if not gradients:
-        optimizers = [(n, one) for n, ref in enumerate(OPTIMIZERS) if (one := ref())]
-        weights = [(n, w) for n, o in optimizers for g in o.param_groups for w in g["params"]]
-        there = [(n, w) for n, w in weights if w.grad is not None and is_plain(w.grad)]
-        kinds = [("wrapped" if id(w) in NAMES else "own", n) for n, w in there]
-        at = (w.grad.data_ptr() for _, w in there)
-        gradients["at"] = dict(zip(at, kinds, strict=True))
-        gradients["whole"] = sum(w.numel() for _, w in weights)
+        weights = {}  # several may have one: an optimizer may call another one
+        for number, ref in enumerate(OPTIMIZERS):
+            for group in optimizer.param_groups if (optimizer := ref()) else ():
+                for w in group["params"]:
+                    weights.setdefault(id(w), (w, []))[1].append(number)
+        gradients["at"] = {
+            w.grad.data_ptr(): ("wrapped" if id(w) in NAMES else "own", numbers)
+            for w, numbers in weights.values()
+            if w.grad is not None and is_plain(w.grad)
+        }
+        gradients["whole"] = sum(w.numel() for w, _ in weights.values())
     if not gradients["at"]:
-        return None, None
+        return None, []
     whole = tensor.numel() == gradients["whole"] and tensor.numel() > 1
-    return gradients["at"].get(tensor.data_ptr(), ("own" if whole else None, None))
+    of_all = ("own", [*range(len(OPTIMIZERS))]) if whole else (None, [])
+    return gradients["at"].get(tensor.data_ptr(), of_all)
 
 
 def wrap_scaler(scaler):
