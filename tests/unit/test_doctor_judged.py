@@ -3,6 +3,7 @@
 import pytest
 
 from doctor import judges, report
+from doctor.judges import comparing
 from doctor.run import Process, Run
 from doctor.wrappers import groups
 
@@ -169,32 +170,45 @@ def test_a_mesh_divides_by_axes_that_are_longer_than_one(shape, names, size):
     assert groups.parts_of(shape, names) == size
 
 
-@pytest.mark.parametrize("forgets", [None, 0, 1])
+def zipped(rank, seeds, anew=False):
+    """Two loaders of one data set, made at one line; seeds: of each epoch the orders of both."""
+    found = []
+    for epoch, pair in enumerate(seeds):
+        passes = []
+        for which, seed in enumerate(pair):
+            n = 2 * epoch + which
+            order = [(2 * i + rank + 8 * which + 10 * seed) % 32 for i in range(16)]
+            facts = {"loader": n if anew else which, "rank": rank, "epoch": seed}
+            found.append(event("pass", 18, number=n, **facts))
+            passes.append(batches(n, order))
+        for i, of_both in enumerate(zip(*passes, strict=True)):
+            found += [*of_both, *step(str(2 * epoch + i))]
+        found.append(event("over", 18, number=2 * epoch))
+    return [*found, event("end")]
+
+
+@pytest.mark.parametrize("seeds", [[(0, 0), (1, 1)], [(0, 0), (0, 1)], [(0, 0), (1, 0)]])
 @pytest.mark.parametrize("anew", [False, True])
-def test_each_of_two_zipped_loaders_is_looked_at(forgets, anew):
-    """Of one data set, and made at one line, by a function; perhaps anew for each epoch."""
-
-    def events(rank):
-        found = []
-        for epoch in range(2):
-            passes, numbers = [], (2 * epoch, 2 * epoch + 1)
-            for n in numbers:
-                at = 0 if n % 2 == forgets else epoch
-                order = [(2 * i + rank + 8 * (n % 2) + 10 * at) % 32 for i in range(16)]
-                facts = {"loader": n if anew else n % 2, "rank": rank, "epoch": at}
-                found.append(event("pass", 18, number=n, **facts))
-                passes.append(batches(n, order))
-            for i, pair in enumerate(zip(*passes, strict=True)):
-                found += [*pair, *step(str(2 * epoch + i))]
-            found.append(event("over", 18, number=numbers[0]))
-        return [*found, event("end")]
-
-    run = run_of(events)
+def test_each_of_two_zipped_loaders_is_looked_at(seeds, anew):
+    """Perhaps they are made anew for each epoch."""
+    run = run_of(lambda rank: zipped(rank, seeds, anew))
     trained = [[one["number"] for one in epochs] for epochs in run[0].epochs()]
     assert trained == [[0, 2], [1, 3]]
     texts = [text for _, _, text in found_in(run)]
-    assert len(texts) == (forgets is not None)
+    assert len(texts) == (0 in seeds[1])
     assert all(text.startswith("the order is that of the epoch before") for text in texts)
+
+
+def test_an_epoch_of_two_zipped_loaders_is_one_epoch():
+    """Also where a resumed run begins with it again."""
+    one, two, again, goes_on = (
+        run_of(lambda rank, seeds=seeds: zipped(rank, seeds))
+        for seeds in ([(0, 0)], [(0, 0), (1, 1)], [(1, 1)], [(2, 2)])
+    )
+    assert "one epoch was seen" in "".join(report.looked_at(one, 1))
+    assert "one epoch was seen" not in "".join(report.looked_at(two, 1))
+    assert comparing.epoch_repeated(two, again).certain
+    assert comparing.epoch_repeated(two, goes_on) is None
 
 
 def test_what_is_read_between_two_backwards_is_not_trained_with():
