@@ -1,8 +1,10 @@
 """What all judges say of a run whose events are made up: of right ones nothing."""
 
+import argparse
+
 import pytest
 
-from doctor import judges, report
+from doctor import command, judges, report
 from doctor.judges import comparing
 from doctor.run import Process, Run
 from doctor.wrappers import groups
@@ -153,6 +155,16 @@ def test_where_processes_may_differ_on_purpose_the_report_says_so(name):
     assert bool(report.not_asked([run])) == differ
     texts = [text for _, _, text in found_in(run_of(lambda rank: events(rank, 0)))]
     assert "call set_epoch(epoch) of its sampler" in "".join(texts)
+
+
+def test_of_other_machines_it_is_said_where_only_their_processes_have_groups_of_their_own():
+    """As those of one machine, where each has one process."""
+    args = argparse.Namespace(quick=True)
+    whole, parts = (run_of(lambda rank, of=of: of) for of in ([], [event("part", 8, size=1)]))
+    for run, said in ((whole, [report.not_asked([parts])]), (parts, [])):
+        others = command.OtherRuns(args, None, [run], 1)
+        others.findings([parts])
+        assert others.said == said
 
 
 @pytest.mark.parametrize(
