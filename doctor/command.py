@@ -134,6 +134,12 @@ class OtherRuns:
         self.put_back()
         return runs
 
+    def findings(self, runs):
+        """Those of another run; on other machines its processes may have other groups."""
+        if not report.not_asked([self.run]):
+            self.said += filter(None, [report.not_asked(runs)])
+        return findings(runs)
+
     def put_back(self, keep=False):
         self.of_files += [one for one in self.files.put_back(keep) if one not in self.of_files]
 
@@ -175,7 +181,7 @@ class OtherRuns:
             self.said.append(text)
         else:
             self.said.append(say("started again: it loaded a file"))
-        return [comparing.epoch_repeated(self.run, runs[0]), *findings(runs)]
+        return [comparing.epoch_repeated(self.run, runs[0]), *self.findings(runs)]
 
     def alone(self):
         alone = self.anew(1)[0]
@@ -210,5 +216,5 @@ class OtherRuns:
         self.said.append(text)
         # On these machines each is local rank 0: who saves on two processes does so on all.
         all_save = {one.line for one in findings([self.run]) if one.place == "every-process-saves"}
-        found = filter(None, [*map(comparing.joins_as_local_rank, runs), *findings(runs)])
+        found = filter(None, [*map(comparing.joins_as_local_rank, runs), *self.findings(runs)])
         return [one for one in found if one.place != comparing.LOCAL or one.line not in all_save]

@@ -20,7 +20,9 @@ FIELDS = {
     "joins": "rank number",
     "group": "rank local world_size",  # init_process_group() has ended; local: LOCAL_RANK
     "shards": "weights",  # fully_shard() is about to divide these: sums by name
-    "part": "",  # a group of some of the processes is used, or a mesh of two axes was made
+    # A group of some of the processes is used, or a mesh was made that divides them, see groups.py;
+    # size: how many it has
+    "part": "size",
     # These ranks compute one model together: of: "layer", parts of each, or "pipeline", its stages
     "together": "of ranks",
     "join": "",  # torch's Join() begins: parts of unlike length are meant
@@ -35,10 +37,10 @@ FIELDS = {
     "fault": "error",  # of the doctor itself
     # ---- Collectives. shape: of the tensor; number: its sum, of a small one outside of autograd;
     # changes: how often it was changed in place; gradients: "wrapped" or "own" if it is that of a
-    # weight, see optimizers.is_gradient(), or None; whole: among all processes; known: the line
-    # that has read what such a small tensor held, or None; set: the line of a loop over a set of
-    # strings, in which it is called, or None
-    "collective": "name shape number changes gradients whole known set",
+    # weight, see optimizers.gradient_of(), or None; optimizers: the numbers of those that have it;
+    # whole: among all processes; known: the line that has read what such a small tensor held, or
+    # None; set: the line of a loop over a set of strings, in which it is called, or None
+    "collective": "name shape number changes gradients optimizers whole known set",
     # A process sends to another one, or has got what it sends; peer: its rank, or None if not known
     "sends": "peer",
     "receives": "peer",
@@ -73,13 +75,13 @@ FIELDS = {
     "plateau": "value",
     "seed": "seed",
     # ---- Data
-    # A pass over a DataLoader. number: of the pass; made, sampler: the lines where the loader and
-    # its sampler were made; batches, length, size, base: lengths of the loader, the sampler, the
-    # data, and of what is below all Subsets, None of a stream; classes: names by number, or None;
-    # padding: how many items the sampler repeats; trims: Accelerate cuts those off; drops:
-    # drop_last; the others are the sampler's.
-    "pass": "number made batches workers size base sampler length seed epoch rank num_replicas "
-    "shuffle padding trims drops stream classes",
+    # A pass over a DataLoader. number: of the pass; loader: its own; made, sampler: the lines where
+    # the loader and its sampler were made; batches, length, size, base: lengths of the loader, the
+    # sampler, the data, and of what is below all Subsets, None of a stream; classes: names by
+    # number, or None; padding: how many items the sampler repeats; trims: Accelerate cuts those
+    # off; drops: drop_last; the others are the sampler's.
+    "pass": "number loader made batches workers size base sampler length seed epoch rank "
+    "num_replicas shuffle padding trims drops stream classes",
     # items: [name, sum of the label, sum of the image] each; grad: read with gradients enabled
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass

@@ -147,6 +147,22 @@ def not_compared(run):
     return ""
 
 
+def not_asked(runs):
+    """A line where processes may differ on purpose, or "": most judges that compare are silent."""
+    event = next(filter(None, (run.divided() for run in runs if len(run) > 1)), None)
+    if not event:
+        return ""
+    why = say("they compute a model together")
+    if event["kind"] == "part":
+        why = say("some use a group of their own")
+    return say(
+        "{line}  here the processes may differ on purpose, for {why}: what they read, count and "
+        "validate, and weights without DDP, were not compared",
+        line=event["line"],
+        why=why,
+    )
+
+
 def recorded(run):
     """What torch's flight recorder says of each rank, where the run stood still or failed."""
     dumps = {rank: process.calls for rank, process in enumerate(run) if process.calls}
@@ -176,7 +192,7 @@ def tell(runs, found, seconds, said, args, ill_later=False):
     faults = sorted({fault for one in runs for fault in one.faults})
     for fault in faults:
         show(say("the doctor failed, and may have missed something: {fault}", fault=fault))
-    for line in filter(None, [*looked_at(run, seconds), *recorded(run), *said]):
+    for line in filter(None, [*looked_at(run, seconds), not_asked(runs), *recorded(run), *said]):
         show(line)
     mistake = any(one.certain for one in found)
     code = 1 if mistake else 3 if why or run.stopped or ill or ill_later else 2 if unseen else 0
@@ -224,7 +240,8 @@ def looked_at(run, seconds):
     else:
         text = say("looked at {count} processes, rank 0: {seen}; {seconds:.0f} s", **known)
     lines = [text]
-    if run[0].of("step") and len(run.rounds("trained")) == 1:
+    epochs = [*map(len, run[0].epochs())]
+    if run[0].of("step") and epochs and max(epochs) == 1:
         lines.append(
             say("one epoch was seen: give two, and the orders of their items are compared")
         )

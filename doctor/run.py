@@ -4,6 +4,7 @@ A row is a list with one event, or one pass over a loader, of each process, by r
 """
 
 import collections
+import itertools
 import json
 from pathlib import Path
 
@@ -34,6 +35,24 @@ class Process:
                 found[-1].append(event)
             else:
                 found.append([])
+        return found
+
+    def epochs(self):
+        """[[pass]]: those in which each loader was trained with, in their order.
+
+        A loader may be made anew for each, at the same line; but not while one before is read.
+        """
+        found = []
+        for one in self.passes:
+            if not one["trained"]:
+                continue
+            before = [epochs for epochs in found if epochs[-1]["line"] == one["line"]]
+            same = [epochs for epochs in before if epochs[-1]["loader"] == one["loader"]]
+            same += [epochs for epochs in before if is_over(epochs[-1], one)]
+            if same:
+                same[0].append(one)
+            else:
+                found.append([one])
         return found
 
     @property
@@ -70,6 +89,42 @@ class Run(list):
         found = [[table.get(key) for table in tables] for key in tables[0]]
         return [row for row in found if all(one and one[what] for one in row)]
 
+    def looks(self):
+        """Rows of "validates": the same look at a model without gradients in all processes.
+
+        It is at one line, after as many steps, of each Join(). Where one process looks more often
+        there, it may have looked at another model first: none of these is compared.
+        """
+        tables = []
+        for process in self:
+            tables.append(collections.defaultdict(list))
+            joins = steps = 0
+            for event in process.of("step", "join", "joined", "validates"):
+                if event["kind"] == "validates":
+                    tables[-1][event["line"], joins, steps].append(event)
+                elif event["kind"] == "step":
+                    steps += 1
+                else:
+                    joins, steps = joins + 1, 0
+        found = [[table.get(key, []) for table in tables] for key in tables[0]]
+        alike = [looks for looks in found if len({*map(len, looks)}) == 1]
+        return [row for looks in alike for row in zip(*looks, strict=True)]
+
+    def epochs(self):
+        """[[a pass of training, the next one of its loader]], of each process alone."""
+        of_all = [epochs for process in self for epochs in process.epochs()]
+        return [pair for epochs in of_all for pair in itertools.pairwise(epochs)]
+
+    def divided(self):
+        """The event that shows that processes may differ on purpose, or None.
+
+        They use groups of their own, or compute a model together. A collective in a group of one
+        does nothing; but where each process has one, each may have a model of its own.
+        """
+        found = [process.of("part", "together") for process in self]
+        several = [e for events in found for e in events if e["kind"] != "part" or e["size"] > 1]
+        return next(iter(several), found[0][0] if all(found) else None)
+
     def noted(self, *kinds):
         return any(process.of(*kinds) for process in self)
 
@@ -95,6 +150,11 @@ class Run(list):
             if all(event["order"].keys() == row[0]["order"].keys() for event in row):
                 last |= dict.fromkeys(row[0]["order"], row)
         return None
+
+
+def is_over(one, other):
+    """Whether a pass was over before another one began, of a loader that was made at its line."""
+    return one["made"] == other["made"] and one["last"] < other["place"]
 
 
 def has_parted(row, name):
@@ -155,18 +215,23 @@ def passes_of(events):
     optimizers; last: the place of the event of its last batch; cut: --steps has ended it; over: the
     loader had no more; whole: all batches were read; forward: its first forward pass. It is
     "trained" if backward() was called in it, else "validated" if it was read without gradients, or
-    a model was called so, or in eval mode.
+    a model was called so, or in eval mode. Of loaders that are zipped, backward() is in the pass
+    that was read last; the others are read again after it. A validation is over before it, and so
+    is a look at the first batch.
     """
-    passes, now = {}, None
+    passes, now, backward = {}, None, -1  # the pass that was read last; the last backward()
     for event in events:
+        backward = event["place"] if event["kind"] == "backward" else backward
         if event["kind"] == "pass":
             new = {"items": [], "read": 0, "backwards": 0, "steps": 0, "forward": None}
             new |= {"cut": False, "over": False, "trained": False, "validated": False}
             passes[event["number"]] = event | new
         elif event["kind"] in ("cut", "over") and event["number"] in passes:
             passes[event["number"]][event["kind"]] = True
+            passes[event["number"]]["trained"] |= is_zipped(passes[event["number"]], backward)
         elif event["kind"] == "batch" and event["number"] in passes:
             now = passes[event["number"]]
+            now["trained"] |= is_zipped(now, backward)
             now["items"] += map(tuple, event["items"])
             now["read"] += 1
             now["last"] = event["place"]
@@ -187,6 +252,11 @@ def passes_of(events):
         one["validated"] &= not one["trained"]
         one["whole"] = one["read"] == one["batches"]
     return [one for one in passes.values() if one["read"]]
+
+
+def is_zipped(one, backward):
+    """Whether a pass that is read again had a batch before the last backward(), with gradients."""
+    return bool(one["read"]) and one["last"] < backward and not one["validated"]
 
 
 def times_seen(row, parts=1):

@@ -61,15 +61,24 @@ def means_by_line(run):
     return lines.values()
 
 
+def steps_by_optimizer(run):
+    rows = collections.defaultdict(list)
+    for row in run.rows("step"):
+        rows[tuple(event["optimizer"] for event in row)].append(row)
+    return rows.values()
+
+
 # What a judge can be asked about: its first argument, and how it is found in a run.
 ABOUT = {
     "run": None,  # the whole run is the only argument
     "trained": lambda run: run.rounds("trained"),  # a row of passes in which models were trained
     "validated": lambda run: run.rounds("validated"),
+    "epochs": lambda run: run.epochs(),  # [a pass of training, the next one], of one process
     "step": lambda run: run.rows("step"),  # a row: the n-th step in all processes
+    "optimizers": steps_by_optimizer,  # all rows of steps of one optimizer
     "apart": lambda run: [row for row in [run.apart()] if row],  # before the weights differ
     "plateau": lambda run: run.rows("plateau"),
-    "validates": lambda run: run.rows("validates"),
+    "looks": lambda run: run.looks(),  # a row: the same look at a model that is validated
     "means": means_by_line,  # all rows of means that one line takes
     "gradient": of_the_first("gradient"),  # a row with the event of rank 0 alone
     "clip": of_the_first("clip"),
@@ -77,9 +86,9 @@ ABOUT = {
     "save": of_the_first("save"),
     "unwaited": lambda run: [[event] for process in run for event in process.of("unwaited")],
 }
-# Where some processes use a group of their own, or compute a model together, some may differ on
-# purpose; but none of a model that DDP has wrapped in all of them.
-OF_ALL = {"run", "apart", "gradient", "clip", "schedule", "save", "unwaited"}
+# Where Run.divided() holds, some processes may differ on purpose; but none of a model that DDP has
+# wrapped in all of them, or from itself. The report says that the others are not asked.
+OF_ALL = {"run", "epochs", "apart", "gradient", "clip", "schedule", "save", "unwaited"}
 
 
 def findings(runs, others=()):
@@ -110,9 +119,9 @@ def findings(runs, others=()):
 
 
 def judged(run):
-    said = []
+    said, divided = [], run.divided()
     for one in JUDGES:
-        if run.noted("part", "together") and one.about not in OF_ALL:
+        if divided and one.about not in OF_ALL:
             continue
         for answer in filter(None, answers(one, run)):
             certain = one.certain if answer.certain is None else answer.certain

@@ -50,11 +50,12 @@ def joins_as_local_rank(run):
 
 def epoch_repeated(run, again):
     """Certain where the last order of items comes again."""
-    before = [names(one) for one in run[0].passes if one["trained"]]
-    after = [one for one in again[0].passes if one["trained"]]
-    if after and before[1:] and before[0] != names(after[0]) == before[-1]:
-        text = say("the run that resumes begins with the epoch that was done")
-        return Finding(after[0]["line"], text, REPEATED, certain=True)
+    line = next((one["line"] for one in again[0].passes if one["trained"]), None)
+    loaders = ([e for e in one[0].epochs() if e[0]["line"] == line] for one in (run, again))
+    for before, after in zip(*loaders, strict=False):
+        if before[1:] and names(before[0]) != names(after[0]) == names(before[-1]):
+            text = say("the run that resumes begins with the epoch that was done")
+            return Finding(line, text, REPEATED, certain=True)
     return None
 
 

@@ -49,25 +49,26 @@ def rank_in_sampler(row, run):
         return Finding(row[0]["sampler"], text)
 
 
-@judge("trained", "set_epoch-is-forgotten", certain=True)
+@judge("epochs", "set_epoch-is-forgotten", certain=True)
 def same_order(row, run):
     """Certain where a shuffled order of 8 items or more comes again, in any process."""
-    for one, process in zip(row, run, strict=True):
-        passes = [p for p in process.passes if p["line"] == one["line"] and p["trained"]]
-        before = passes[passes.index(one) - 1] if one != passes[0] else None
-        few = len(one["items"]) < 8  # their order may be the same by chance
-        if before and one["shuffle"] and not few and names(one) == names(before):
-            text = say(
-                "the order is that of the epoch before: call set_epoch(epoch) of its sampler"
-            )
-            return Finding(one["line"], text)
+    before, one = row
+    few = len(one["items"]) < 8  # their order may be the same by chance
+    if one["shuffle"] and not few and names(one) == names(before):
+        text = say("the order is that of the epoch before: call set_epoch(epoch) of its sampler")
+        return Finding(one["line"], text)
 
 
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=True, general="items")
 def samplers_disagree(row, run):
-    """Certain for samplers that divide the data among all: no two may give one item."""
+    """Certain where a fact of samplers that divide the data among all shows why they do not.
+
+    Else a hint, for they may draw at random; nothing where one gives its own process items again.
+    """
     ours = all(one["num_replicas"] == len(run) for one in row)
     if not ours or same_rank(row, run) or alike(row):
+        return None
+    if any(len({*names(one)}) < len(one["items"]) for one in row):
         return None
     twice = sum(count > 1 for count in times_seen(row).values())
     if twice > max(0, row[0]["padding"]):
@@ -80,7 +81,7 @@ def samplers_disagree(row, run):
                 cause=cause,
                 values=each(row, cause),
             )
-        return Finding(row[0]["sampler"], text)
+        return Finding(row[0]["sampler"], text, certain=bool(cause))
 
 
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=False)

@@ -144,19 +144,18 @@ def weights_differ(row, run):
     return Finding(row[0]["line"], text)
 
 
-@judge("run", DIFFER, certain=False)
-def own_weights_differ(run):
-    """Of weights without DDP: a mistake where gradients are averaged by hand.
+@judge("optimizers", DIFFER, certain=False)
+def own_weights_differ(rows, run):
+    """Of weights without DDP: a mistake where their gradients are averaged by hand.
 
-    Else a hint, for each process may have a model of its own.
+    Else a hint, for each process may have a model of its own, also beside one that all train.
     """
-    steps = [row for row in run.rows("step") if any(event["own"] for event in row)]
-    if run.noted("part", "together"):  # other processes may rightly have other weights
-        return None
+    steps = [row for row in rows if any(event["own"] for event in row)]
     if not steps or not differ(steps[-1], "own") or not same_names(steps[-1]):
         return None
     first = next(row for row in steps if differ(row, "own"))
-    by_hand = any(event["gradients"] == "own" for event in run[0].of("collective"))
+    sums = [event for event in run[0].of("collective") if event["gradients"] == "own"]
+    by_hand = any(first[0]["optimizer"] in event["optimizers"] for event in sums)
     begins = first is steps[0]
     if begins:
         text = say("the weights differ between the processes from the first step on")
@@ -164,6 +163,8 @@ def own_weights_differ(run):
         text = say("the weights differ between the processes from here on")
     if begins and by_hand:
         text = say("{text}: broadcast rank 0's before", text=text)
+    elif sums and not by_hand:
+        text = say("{text}: no gradient of this optimizer is averaged", text=text)
     elif not by_hand:
         text = say("{text}: no DDP, and no gradient is averaged", text=text)
     return Finding(first[0]["line"], text, certain=by_hand)

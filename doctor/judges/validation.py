@@ -108,7 +108,11 @@ def all_validated(row, run):
 
 @judge("run", "validation-numbers-its-classes-by-itself", certain=True)
 def other_classes(run):
-    """Certain where the names of classes differ; a hint where only their numbers are seen."""
+    """Certain where one has a part of the other's classes, and gives them other numbers.
+
+    A hint where they share some names, or only their numbers are seen. Nothing where they share no
+    name: what is trained without labels may lie in one folder, and be validated on other data.
+    """
     trained, validated = (
         [one for one in run[0].passes if one[what] and one["whole"]]
         for what in ("trained", "validated")
@@ -116,6 +120,8 @@ def other_classes(run):
     if not trained or not validated:
         return None
     ours, theirs = trained[0]["classes"], validated[0]["classes"]
+    if ours and theirs and {*ours}.isdisjoint(theirs):
+        return None
     if ours and theirs and ours != theirs:
         number = next(i for i, name in enumerate([*ours, None]) if theirs[i : i + 1] != [name])
         text = say(
@@ -124,7 +130,8 @@ def other_classes(run):
             name=[*ours, None][number],
             other=[*theirs, None][number],
         )
-        return Finding(validated[0]["made"], text)
+        part = {*ours} <= {*theirs} or {*theirs} <= {*ours}
+        return Finding(validated[0]["made"], text, certain=part)
     labels, others = labels_of(trained), labels_of(validated)
     alike = labels == {*range(len(labels))} and others == {*range(len(others))}
     if alike and 1 < len(others) < len(labels) and len(validated[0]["items"]) > 9 * len(labels):
@@ -188,7 +195,7 @@ def added(process):
     return found
 
 
-@judge("validates", "batchnorm-statistics-of-ones-own", certain=False)
+@judge("looks", "batchnorm-statistics-of-ones-own", certain=False)
 def own_batchnorm(row, run):
     """A hint, for rank 0's may be the only ones that count."""
     if differ(row, "buffers") and not differ(row, "weights") and not run.noted("synced"):
@@ -199,13 +206,12 @@ def own_batchnorm(row, run):
             return Finding(row[0]["line"], text)
 
 
-@judge("validates", "doctor.md#the-weights-differ", certain=True, general="weights")
+@judge("looks", "doctor.md#the-weights-differ", certain=True, general="weights")
 def other_model(row, run):
     """Certain where what several models have got right is added up, and one is trained."""
     of_all = [[one for one in p.passes if one["validated"]] for p in run]
     together = all(of_all) and added_up(of_all[0][0], run[0])
     same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
-    same &= not differ(row, "line")
     # Of what DDP has wrapped a judge of steps has told where it came apart, if it saw it.
     told = row[0]["wrapped"] and run.apart()
     if differ(row, "weights") and same and not told:
@@ -214,10 +220,10 @@ def other_model(row, run):
         return Finding(row[0]["line"], text, certain=together and train_one_model(run))
 
 
-@judge("validates", "doctor.md#the-processes-do-not-do-the-same", certain=True)
+@judge("looks", "doctor.md#the-processes-do-not-do-the-same", certain=True)
 def validated_in_other_modes(row, run):
     """Certain for BatchNorm and dropout: in training mode they give other answers."""
-    if differ(row, "training") and not differ(row, "line"):
+    if differ(row, "training"):
         rank = next(rank for rank, event in enumerate(row) if event["training"])
         text = say(
             "rank {rank} validates in training mode, others do not: who calls eval()?", rank=rank

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ..events import HERE, MESSAGES, RECORD, is_users, note, sum_as_text, users_line
 from . import wrap
 from .groups import note_part
-from .optimizers import is_gradient
+from .optimizers import gradient_of
 from .sets import loop_over_a_set
 
 COLLECTIVES = """all_reduce reduce broadcast barrier all_gather all_gather_into_tensor gather
@@ -52,13 +52,15 @@ def wrap_collective(torch, name):
         tensor = next((x for x in [*args, *kwargs.values()] if torch.is_tensor(x)), None)
         group = kwargs.get("group") or next((x for x in args if is_group(x)), None)
         note_part(dist, group)
+        gradients, optimizers = (None, []) if tensor is None else gradient_of(tensor)
         note(
             "collective",
             name=name,
             shape=None if tensor is None else [str(tensor.dtype), *tensor.shape],
             number=sum_of_small(torch, tensor),
             changes=None if tensor is None or tensor.is_inference() else tensor._version,
-            gradients=None if tensor is None else is_gradient(tensor),
+            gradients=gradients,
+            optimizers=optimizers,
             whole=group is None or group == dist.group.WORLD,
             known=note_summed(tensor) if name in ("all_reduce", "reduce") else None,
             set=loop_over_a_set(2),

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import re
 import threading
 
 from ..events import RECORD, note
@@ -11,6 +12,8 @@ from . import processes, wrap
 TELLS = "set add append compare_set multi_set queue_push barrier".split()
 HEARS = "get wait multi_get queue_pop check".split()
 BOTH = "add compare_set barrier".split()
+# Names of an axis of a mesh along which processes compute one model, and read the same items.
+OF_A_MODEL = re.compile("([tpcse]p|.*(tensor|model|pipe|stage|context|sequence|expert).*)", re.I)
 told = collections.Counter()  # {(method, whether it only hears, keys): calls}
 
 
@@ -27,8 +30,8 @@ def install(torch):
         note("group", rank=rank, local=os.environ.get("LOCAL_RANK"), world_size=size)
 
     def mesh(_, self, *args, **kwargs):
-        if self.ndim > 1:
-            note("part")
+        if size := parts_of(self.shape, self.mesh_dim_names):
+            note("part", size=size)
 
     wrap(dist, "init_process_group", joins, joined, waits="init_process_group")
     wrap(dist, "new_group", waits="new_group")
@@ -63,9 +66,20 @@ def wrap_store(store, name):
     wrap(store, name, *((None, after) if name in HEARS else (before, None)))
 
 
+def parts_of(shape, names):
+    """How many processes the smallest axis of a mesh has, if it divides them; else None.
+
+    An axis with all of them is the world: it does not, unless it is named after a model's parts.
+    """
+    axes = [(name, n) for name, n in zip(names or [""] * len(shape), shape, strict=True) if n > 1]
+    divides = len(axes) > 1 or any(OF_A_MODEL.fullmatch(name) for name, _ in axes)
+    return min(n for _, n in axes) if divides else None
+
+
 def note_part(dist, group):
     """Whether a collective, or DDP, is given a group of some of the processes alone; noted."""
-    part = group is not None and 0 < dist.get_world_size(group) < dist.get_world_size()
+    size = 0 if group is None else dist.get_world_size(group)
+    part = 0 < size < dist.get_world_size()
     if part:
-        note("part")
+        note("part", size=size)
     return part

@@ -14,6 +14,7 @@ from .models import validated
 from .optimizers import random_states
 
 numbers = itertools.count()  # of passes over a loader
+loaders = itertools.count()
 bases = {}  # id of a data set below all Subsets: (its number, itself: no other gets its id)
 drawn = {"batches": 0, "libraries": set()}  # in a worker of a loader: which libraries drew
 
@@ -22,7 +23,7 @@ def install(torch):
     data = torch.utils.data
     iterator = data.dataloader._BaseDataLoaderIter
     fetcher = data._utils.fetch._MapDatasetFetcher
-    wrap(data.DataLoader, "__init__", after=made)
+    wrap(data.DataLoader, "__init__", after=made_loader)
     wrap(data.DistributedSampler, "__init__", after=made)
     wrap(data.DataLoader, "__iter__", forget, begin)
     wrap(iterator, "_next_index", after=asked)
@@ -67,6 +68,10 @@ def made(_, self, *args, **kwargs):
     self.doctors_line = users_line()
 
 
+def made_loader(_, self, *args, **kwargs):
+    self.doctors_line, self.doctors_number = users_line(), next(loaders)
+
+
 def length(of):
     try:
         return len(of)
@@ -90,6 +95,7 @@ def begin(iterator, self):
     note(
         "pass",
         number=iterator.doctors_pass,
+        loader=self.doctors_number,
         made=self.doctors_line,
         batches=length(self),
         workers=self.num_workers,

@@ -12,7 +12,7 @@ OPTIMIZERS = []  # weak references, in the order in which they were made
 stepping = set()  # optimizers in their step, which may call that of their parent class
 zeroed = {}  # id of an optimizer: calls of zero_grad() since its last step
 scaled = []  # the GradScaler whose scale() was called since the last unscale_(), if it is on
-# What is_gradient() knows until the next backward(): "at", {address of a gradient: whose}, and
+# What gradient_of() knows until the next backward(): "at", {address of a gradient: whose}, and
 # "whole", how many numbers all gradients have
 gradients = {}
 
@@ -130,22 +130,29 @@ def random_states(torch):
     return {name: hashlib.md5(state).hexdigest() for name, state in states.items()}
 
 
-def is_gradient(tensor):
-    """Whether it is the gradient of a weight of an optimizer, or as long as all of them: flattened.
+def gradient_of(tensor):
+    """(kind, numbers of optimizers): whether it is the gradient of a weight that they have.
 
-    "wrapped" if DDP knows the weight and has averaged the gradient already, "own" if not; None.
+    "wrapped" if DDP knows the weight and has averaged the gradient already, "own" if not, else
+    (None, []). What is as long as all gradients is taken for them, flattened: "own", of all.
     """
     if not gradients:
-        optimizers = [optimizer for ref in OPTIMIZERS if (optimizer := ref())]
-        weights = [w for o in optimizers for group in o.param_groups for w in group["params"]]
-        kind = {id(w): "wrapped" if id(w) in NAMES else "own" for w in weights}
-        there = [w for w in weights if w.grad is not None and is_plain(w.grad)]
-        gradients["at"] = {w.grad.data_ptr(): kind[id(w)] for w in there}
-        gradients["whole"] = sum(w.numel() for w in weights)
+        weights = {}  # several may have one: an optimizer may call another one
+        for number, ref in enumerate(OPTIMIZERS):
+            for group in optimizer.param_groups if (optimizer := ref()) else ():
+                for w in group["params"]:
+                    weights.setdefault(id(w), (w, []))[1].append(number)
+        gradients["at"] = {
+            w.grad.data_ptr(): ("wrapped" if id(w) in NAMES else "own", numbers)
+            for w, numbers in weights.values()
+            if w.grad is not None and is_plain(w.grad)
+        }
+        gradients["whole"] = sum(w.numel() for w, _ in weights.values())
     if not gradients["at"]:
-        return None
+        return None, []
     whole = tensor.numel() == gradients["whole"] and tensor.numel() > 1
-    return gradients["at"].get(tensor.data_ptr(), "own" if whole else None)
+    of_all = ("own", [*range(len(OPTIMIZERS))]) if whole else (None, [])
+    return gradients["at"].get(tensor.data_ptr(), of_all)
 
 
 def wrap_scaler(scaler):

@@ -103,6 +103,7 @@ SENTENCES = {
     "the weights differ between the processes from here on": "从这里起，各进程的权重不一致",
     "{text}: broadcast rank 0's before": "{text}：要先广播 rank 0 的权重",
     "{text}: no DDP, and no gradient is averaged": "{text}：没有用 DDP，也没有对梯度求平均",
+    "{text}: no gradient of this optimizer is averaged": "{text}：这个优化器的梯度没有求平均",
     "{name} differs between the processes here: FSDP sends no weights": (
         "这里各进程的 {name} 不一致：FSDP 不发送权重"
     ),

@@ -47,6 +47,12 @@ SENTENCES = {
     "the weights were not compared: each process has a part of them": (
         "没有比较权重：每个进程只有其中一部分"
     ),
+    "{line}  here the processes may differ on purpose, for {why}: what they read, count and "
+    "validate, and weights without DDP, were not compared": (
+        "{line}  这里各进程可能有意不同，因为{why}：没有比较它们读取、统计和验证的内容，也没有比较 DDP 之外的权重"
+    ),
+    "they compute a model together": "它们一起计算同一个模型",
+    "some use a group of their own": "有的进程用了自己的进程组",
     "recorded by torch: {line}": "torch 的记录：{line}",
     "torch's flight recorder could not be read: {error}": "读不了 torch 的 flight recorder：{error}",
     "the doctor failed, and may have missed something: {fault}": (

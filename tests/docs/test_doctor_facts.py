@@ -54,6 +54,20 @@ AVERAGE = """        for w in net.parameters():
             dist.all_reduce(w.grad)
             w.grad /= 2
 """
+LAST = "last = torch.optim.SGD(net[2].parameters(), lr=0.1)"
+MESH = "('cpu', (2, 1), mesh_dim_names=('data', 'model'))"
+LOADER = "loader = DataLoader(data, 8, sampler=sampler)\n"
+ZIPPED = [
+    (
+        f"\n{LOADER}",
+        f"\n{LOADER}also = DistributedSampler(data, drop_last=True)\n"
+        "other = DataLoader(data, 8, sampler=also)\n",
+    ),
+    (
+        "(images, target) in enumerate(loader)",
+        "((images, target), _) in enumerate(zip(other, loader))",
+    ),
+]
 BY_HAND = [
     (WRAP, "model = net"),
     (
@@ -320,6 +334,22 @@ SEEN = {
         "no DDP, and no gradient is averaged",
         "optimizer.step()",
     ),
+    "one of two optimizers by hand": (
+        [
+            (WRAP, "model = net"),
+            ("del model\n", ""),
+            ("SGD(net.parameters(), lr=0.1)", "SGD(net[0].parameters(), lr=0.1)\n" + LAST),
+            ("        optimizer.zero_grad()", "        net.zero_grad()"),
+            (
+                "        optimizer.step()",
+                AVERAGE.replace("net.", "net[2].")
+                + "        optimizer.step()\n        last.step()",
+            ),
+        ],
+        False,  # its weights may be each process's own
+        "from here on: no gradient of this optimizer is averaged",
+        "optimizer.step()",
+    ),
     "averaged twice": (
         [
             (
@@ -376,6 +406,31 @@ SEEN = {
         True,
         "differs between the processes",
         "optimizer.step()",
+    ),
+    "no set_epoch, beside a collective of rank 0 alone": (
+        [
+            ("rank = dist.get_rank()", "rank = dist.get_rank()\nalone = dist.new_group([0])"),
+            ("    sampler.set_epoch(epoch)\n", "    dist.barrier(group=alone)\n"),
+        ],
+        True,
+        "the order is that of the epoch before",
+        "in enumerate(loader)",
+    ),
+    "eval on rank 0, beside a mesh of one row": (
+        [
+            alone("    net.eval()"),
+            DROPOUT,
+            ("rank = dist.get_rank()", "rank = dist.get_rank()\ndist.init_device_mesh" + MESH),
+        ],
+        True,
+        "rank 1 validates in training mode",
+        "net(images)",
+    ),
+    "no set_epoch for one of two zipped loaders": (
+        ZIPPED,
+        True,
+        "the order is that of the epoch before",
+        "in enumerate(zip(",
     ),
     "rates of FSDP": (
         [
@@ -584,6 +639,20 @@ RIGHT_TOO = {
     "no_grad around the model alone": [
         ("    with torch.no_grad():\n", "    if True:\n"),
         ("correct += (net(images)", "correct += (torch.no_grad()(net)(images)"),
+    ],
+    "rank 0 looks at some samples first": [
+        (
+            WRAP,
+            f"{WRAP}\nif rank == 0:\n    with torch.no_grad():\n        net(data[:4][0])",
+        )
+    ],
+    "two zipped loaders, and a look at the first batch": [
+        *ZIPPED,
+        (
+            "    sampler.set_epoch(epoch)\n",
+            "    look = next(iter(other))\n"
+            "    sampler.set_epoch(epoch)\n    also.set_epoch(epoch)\n",
+        ),
     ],
     # One line trains and validates, and ranks have 5 and 3 batches to validate.
     "parts of unlike length": [

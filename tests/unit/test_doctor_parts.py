@@ -16,8 +16,8 @@ from doctor.events import checksum, checksums
 from doctor.files import programs
 from doctor.judges import comparing, ending, missing, recorded, saving, steps, training
 from doctor.run import Process, Run
+from doctor.wrappers import optimizers, sets
 from doctor.wrappers import saving as saves
-from doctor.wrappers import sets
 
 judges.findings([])  # fills JUDGES, before a test has a list of its own in its place
 
@@ -153,6 +153,23 @@ def test_a_step_may_take_several_batches():
     assert comparing.batch_per_process(run(2, 2), run(1, 4)) is None
     found = comparing.batch_per_process(run(2, 1), run(1, 1))
     assert found.text == "a step takes 8 items; with one process 4"
+
+
+def test_whose_a_gradient_is(monkeypatch):
+    """An optimizer may call another one, which has the same weights."""
+    nets = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)]
+    made = [torch.optim.SGD(nets[at].parameters()) for at in (0, 0, 1)]
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", [weakref.ref(one) for one in made])
+    monkeypatch.setattr(optimizers, "NAMES", {id(nets[1].bias): (0, "bias")})
+    monkeypatch.setattr(optimizers, "gradients", {})
+    assert optimizers.gradient_of(nets[0].bias) == (None, [])
+    for net in nets:
+        net(torch.ones(2)).sum().backward()
+    optimizers.gradients.clear()
+    assert optimizers.gradient_of(nets[0].bias.grad) == ("own", [0, 1])
+    assert optimizers.gradient_of(nets[1].bias.grad) == ("wrapped", [2])
+    assert optimizers.gradient_of(torch.ones(15)) == ("own", [0, 1, 2])
+    assert optimizers.gradient_of(torch.ones(2)) == (None, [])
 
 
 def test_counts_of_weights_are_the_same_but_for_rounding():
