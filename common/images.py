@@ -1,5 +1,6 @@
 """Images from folders, checked, as uint8 tensors cropped to one size; the built-in digits."""
 
+import copy
 import functools
 import math
 import os
@@ -32,7 +33,7 @@ def image_folders(data, image_size, evaluate=False):
     middle = functools.partial(centre_crop, size=image_size)
     if evaluate and not os.path.isdir(f"{data}/train"):
         val_set = ImageFolder(f"{data}/val", middle)
-        return val_set, val_set
+        return copy.copy(val_set), val_set  # two: a script may give the first a transform
     sets = ImageFolder(f"{data}/train", augment), ImageFolder(f"{data}/val", middle)
     return align_classes(*sets, data)
 

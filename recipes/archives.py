@@ -4,6 +4,7 @@ recipes/archives.diff changes that line. No script reads archives without it.
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import os
@@ -46,7 +47,7 @@ def image_folders(data, image_size, evaluate=False):
     middle = functools.partial(centre_crop, size=image_size)
     if evaluate and not os.path.isdir(f"{data}/train") and not find_archives(data, "train"):
         val_set = _images(data, "val", middle)
-        return val_set, val_set
+        return copy.copy(val_set), val_set
     sets = _images(data, "train", RandomCrop(image_size)), _images(data, "val", middle)
     return align_classes(*sets, data)
 
