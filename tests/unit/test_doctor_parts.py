@@ -15,7 +15,7 @@ from doctor import command, events, judges, launch, report, wrappers
 from doctor.events import checksum, checksums
 from doctor.files import programs
 from doctor.judges import comparing, ending, missing, recorded, saving, steps, training
-from doctor.run import Process, Run
+from doctor.run import Process, Run, read
 from doctor.wrappers import saving as saves
 from doctor.wrappers import sets
 
@@ -64,7 +64,7 @@ def test_a_judge_that_fails_is_told_and_the_others_are_heard(monkeypatch):
 
     known = [judges.Judge(ask, "run", "here", True, [], None) for ask in (fails, says)]
     monkeypatch.setattr(judges, "JUDGES", known)
-    group = {"kind": "group", "line": "?", "rank": 0}
+    group = {"kind": "group", "line": "?", "rank": 0, "world_size": 2}
     run = Run([Process([group]), Process([group])])
     assert [one.text for one in judges.findings([run])] == ["something"]
     assert run.faults == ["KeyError: 'lr' (fails)"]
@@ -79,7 +79,7 @@ def test_a_mistake_comes_before_a_hint_of_the_same_place(monkeypatch):
 
     known = [judges.Judge(ask, "run", "here", True, [], None) for ask in (hint, certain)]
     monkeypatch.setattr(judges, "JUDGES", known)
-    group = {"kind": "group", "line": "?", "rank": 0}
+    group = {"kind": "group", "line": "?", "rank": 0, "world_size": 2}
     run = Run([Process([group]), Process([group])])
     assert [one.text for one in judges.findings([run])] == ["surely"]
 
@@ -129,7 +129,8 @@ def process(*kinds, **more):
     """With these events: a kind, or (kind, facts)."""
     pairs = [(kind, {}) if isinstance(kind, str) else kind for kind in kinds]
     facts = {"line": "t.py:1", "made": "t.py:1", "stream": False, "batches": 1, "grad": True}
-    facts |= {"trains": True, "training": True, "items": [["0:0", "1", "1"]], "number": 0} | more
+    facts |= {"trains": True, "training": True, "items": [["0:0", "1", "1"]], "number": 0}
+    facts |= {"world_size": 2} | more
     return Process([facts | {"kind": kind} | own for kind, own in pairs])
 
 
@@ -310,14 +311,41 @@ def test_a_command_that_fails_after_its_processes_have_ended(aborted, code, caps
 
 
 def test_groups_of_one_process_each_are_not_compared():
-    alone = [Run([process("group", "step")]) for _ in range(2)]
+    alone = [Run([process("group", "step", world_size=1)]) for _ in range(2)]
     (said,) = report.not_seen(alone, failed=False)
     assert said == "each process joins a group of its own: there is nothing to compare"
     assert not report.not_seen([Run([process("group", "step")] * 2)], failed=False)
 
 
+def test_a_group_of_one_process_is_not_called_right(capsys):
+    """As of --nproc-per-node=$(nvidia-smi -L | wc -l) on one GPU."""
+    facts = {"weights": {}, "parts": [], "ours": 1, "error": "", "world_size": 1}
+    run = Run([process("group", "step", "end", **facts)])
+    assert report.tell([run], [], 1.0, [], argparse.Namespace(forms=[], script="t.py")) == 2
+    assert " the group has one process: there is nothing to compare. " in capsys.readouterr().out
+
+
+def test_what_some_of_a_group_do_is_no_certain_mistake(monkeypatch):
+    """Those on a machine whose events are not here may read the items that are missed."""
+    known = [judges.Judge(lambda run: judges.Finding("t.py:1", "x"), "run", "here", True, [], None)]
+    monkeypatch.setattr(judges, "JUDGES", known)
+    part, whole = ([Run([process("group", "step", world_size=n)] * 2)] for n in (4, 2))
+    assert [one.certain for runs in (part, whole) for one in judges.findings(runs)] == [False, True]
+    assert report.not_seen(part, failed=False)[0].startswith("of the 4 processes of a group 2 were")
+    assert not report.not_seen(whole, failed=False)
+
+
+def test_groups_of_other_sizes_are_not_mixed(tmp_path):
+    """mp.spawn with two processes, then with four."""
+    for pid, (rank, size) in enumerate([(0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)]):
+        event = {"kind": "group", "line": "?", "rank": rank, "world_size": size}
+        (tmp_path / f"{pid}.jsonl").write_text(json.dumps(event) + "\n")
+        os.utime(tmp_path / f"{pid}.jsonl", (pid, pid))
+    assert [(len(run), run.size) for run in read(tmp_path, {})] == [(2, 2), (4, 4)]
+
+
 def test_a_script_that_failed_is_not_asked_whether_it_has_nothing_to_train():
-    run = Run([process("group", "load")])
+    run = Run([process("group", "load")] * 2)
     assert "leave nothing to train?" in report.not_seen([run], failed=False)[0]
     assert report.not_seen([run], failed=True) == ["no step of an optimizer was seen"]
 
@@ -358,7 +386,7 @@ def test_bits_of_each_item():
 @pytest.mark.parametrize("signal, word", [(9, "SIGKILL"), (None, "without an exception")])
 def test_who_died_first_is_said_first(signal, word):
     """Of the other, which the launcher has ended then, the signal is not known."""
-    group = {"kind": "group", "line": "t.py:3", "rank": 0}
+    group = {"kind": "group", "line": "t.py:3", "rank": 0, "world_size": 2}
     ended = Process([group], {"signal": None, "order": 1})
     first = Process([group | {"rank": 1}], {"signal": signal, "order": 0})
     said = report.failed([Run([ended, first])])
