@@ -27,6 +27,19 @@ BYTES = 80 << 30  # of memory, of a GPU that is not there
 NAME = "no GPU: the CPU takes its place"
 
 
+def count_gpus(torch):
+    """How many this process sees, as NVML has it.
+
+    CUDA itself must not be asked before the script runs: it would heed no CUDA_VISIBLE_DEVICES that
+    the script sets, and no process that is forked from this one could use a GPU.
+    """
+    if not torch.backends.cuda.is_built():
+        return torch.accelerator.device_count()
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return 1  # a part of a GPU: torch would ask CUDA, which gives a process one of them
+    return torch.cuda.device_count()
+
+
 class Nothing:
     """A stream, an event or a `with torch.cuda.device(0)`: all is done on the CPU, in order."""
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from . import below, notebook
+from . import below, cuda, notebook
 from .events import RECORD, is_users, note, short, users_line
 from .files import threads
 from .recorder import dump
@@ -46,7 +46,7 @@ def begin():
     terminated = open(f"{RECORD.path}.terminated", "w")  # noqa: SIM115 (for as long as it runs)
     faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
     gc.freeze()  # collections, ours too, do not look at all of torch
-    note("began", gpus=sys.modules["torch"].accelerator.device_count(), hash=hash("order"))
+    note("began", gpus=cuda.count_gpus(sys.modules["torch"]), hash=hash("order"))
     threads.start(watch, RECORD.ended)
 
 

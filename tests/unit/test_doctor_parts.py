@@ -402,6 +402,60 @@ def test_a_record_of_another_kind_is_said():
     assert said.startswith("torch's flight recorder could not be read: TypeError: ")
 
 
+def test_a_step_without_a_rate_and_whose_gradients_were_zeroed(monkeypatch):
+    """Adafactor's rate is None. zero_grad() of a model counts for its own optimizer, any time."""
+    from doctor.wrappers import optimizers
+
+    seen = []
+    monkeypatch.setattr(optimizers, "note", lambda kind, **facts: seen.append(facts))
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
+    optimizer.param_groups[1]["lr"] = None
+    optimizers.made(None, optimizer)
+    for zeroes in (None, model, other):
+        if zeroes:
+            optimizers.zero_of_model(zeroes)
+        optimizers.step(torch, optimizer)
+        optimizers.leave_step(optimizer)
+    assert [event["zeroed"] for event in seen] == [0, 1, 0]
+    assert seen[0]["lr"] == [0.5, None]
+
+
+# The script chooses its GPU, and forks; CUDA itself must not have been asked before.
+CHOOSES = """import os, torch
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+print("sees", torch.cuda.device_count(), asked)
+"""
+MADE_UP = """import sys, torch
+torch.backends.cuda.is_built = torch.cuda._is_compiled = lambda: True
+torch.cuda._raw_device_count_nvml = lambda: 2
+torch._C._cuda_getDeviceCount = torch._C._accelerator_getAccelerator = lambda: asked.append(1) or 2
+import builtins
+builtins.asked = asked = []
+from doctor import process
+sys.argv = ["doctor", "train.py"]
+process.be_examined()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("visible, gpus", [("0,1", 2), ("MIG-1", 1)])
+def test_cuda_is_not_asked_before_the_script(visible, gpus, tmp_path):
+    (tmp_path / "train.py").write_text(CHOOSES)
+    (tmp_path / "events").mkdir()
+    settings = {
+        "folder": str(tmp_path / "events"),
+        "script": str(tmp_path / "train.py"),
+        "nodes": 1,
+    }
+    settings |= {"patience": 60, "steps": None, "launched": False}
+    env = {"DOCTOR": json.dumps(settings), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": visible}
+    output = start([PYTHON, "-c", MADE_UP], tmp_path, env=env)
+    assert "sees 1 []" in output, output
+    (events,) = (tmp_path / "events").glob("*.jsonl")
+    assert json.loads(events.read_text().splitlines()[0])["gpus"] == gpus
+
+
 def test_weights_are_looked_at_more_rarely_with_time():
     from doctor.wrappers.optimizers import is_looked_at
 
