@@ -131,13 +131,13 @@ def read(folder, died):
 
     A script may call mp.spawn more than once: the second process that is rank 0 is of a new group,
     and so is one of a group of another size.
-    died: {process id: ...}, see Process.
+    died: {name of a process: ...}, see Process.
     """
     groups, processes = [], []
     for path in sorted(Path(folder).glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         lines = path.read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
-        process = Process(events, died.get(int(path.stem)), recorded(f"{path}.calls"))
+        process = Process(events, died.get(path.stem), recorded(f"{path}.calls"))
         processes.append(process)
         for rank in {event["rank"] for event in process.of("group")}:
             size = process.world_size

@@ -13,6 +13,7 @@ import time
 from . import threads
 from .doctors import lives
 from .ends import end_run
+from .hosts import who
 from .keep import Keeper
 from .paths import inside, parents
 
@@ -82,7 +83,7 @@ class Recorder:
         self.gone.setdefault(path, {})[mine] = now
         for one, announced in [*self.written.items()]:
             if inside(one, path) and {*announced} - {mine}:
-                self.process.do(Keeper.writes, one, os.getpid())
+                self.process.do(Keeper.writes, one, who())
 
     def may_go(self, path):
         """Whether another thread is about to move or remove it, or a folder above it."""
@@ -109,7 +110,7 @@ class Recorder:
             done = [p for p in paths if p not in held and (all_are_opened or self.opened(p))]
             for path in done:
                 self.written.pop(path, None)
-            keeper.closed(done, os.getpid())
+            keeper.closed(done, who())
 
         self.process.do(closed)
 

@@ -157,6 +157,10 @@ SENTENCES = {
         "没有全部恢复：{error}；备份在：{folder}"
     ),
     "the doctor was killed by signal {number}": "医生被信号 {number} 强行结束",
+    "a doctor on {host} was killed, it seems: --restore puts its files back "
+    "there; what is kept: {folder}": (
+        "{host} 上的医生好像被强行结束了：在那台机器上用 --restore 恢复它的文件；备份在：{folder}"
+    ),
     "an earlier run of the doctor was killed": "医生之前的一次运行被强行结束",
     "another doctor is at work here: it puts back what both have touched": (
         "另一个医生正在这里工作：两者都碰过的文件由它恢复"

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import socket
+import subprocess
 
 import pytest
 from conftest import PYTHON, ROOT, run
@@ -81,6 +83,27 @@ def test_a_shell_script_that_starts_python(tmp_path, free_port):
     assert "looked at 2 processes, each: 8 steps, 2 passes" in output, output
     assert "\n put back as before this run: gone.txt, old.txt\n" in output, output
     assert {(tmp_path / name).read_text() for name in ("old.txt", "gone.txt")} == {"mine"}
+
+
+UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not shutil.which("unshare")
+    or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode,
+    reason="needs namespaces of processes",
+)
+def test_processes_whose_numbers_are_known_elsewhere_alone(tmp_path, free_port):
+    """As in a container: by these numbers there are others here, or none."""
+    if not shutil.which("unshare") or subprocess.run([*UNSHARE, "true"]).returncode:
+        pytest.skip("needs namespaces of processes")
+    (tmp_path / "train.py").write_text(PLAIN)
+    # Numbers that are nobody's here, where there are some from 1 on.
+    (tmp_path / "train.sh").write_text(f"echo 32000 > /proc/sys/kernel/ns_last_pid\n{SCRIPT}")
+    output = examined(tmp_path, "--by", f"{' '.join(UNSHARE)} bash train.sh {free_port}")
+    assert told(f"train.py:{LOOP}") in output and "without an exception" not in output, output
+    assert "looked at 2 processes, each: 8 steps, 2 passes" in output, output
 
 
 @pytest.fixture
