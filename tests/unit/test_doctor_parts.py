@@ -114,6 +114,31 @@ def test_machines_without_a_process(flags, monkeypatch, capsys):
     assert ended.value.code == 2 and "as many processes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text, refused",
+    [
+        ("import torch.nn", True),
+        ("import torch\nfrom options import args", False),
+        ("from .options import args", False),
+        ("from transformers import HfArgumentParser", False),
+        ("import subprocess, sys\nsubprocess.run(sys.argv[1:])", False),
+        ("import argparse\nparser.add_argument('--steps-per-epoch')", False),  # may be shortened
+        ("", False),
+    ],
+)
+def test_a_flag_behind_the_script_is_refused_where_it_is_surely_none_of_its_own(
+    text, refused, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setattr("sys.argv", ["doctor", f"{tmp_path}/train.py", "--steps", "100"])
+    if refused:
+        with pytest.raises(SystemExit):
+            command.parse_args()
+        assert "put --steps before" in capsys.readouterr().err
+    else:
+        assert command.parse_args().flags == ["--steps", "100"]
+
+
 @pytest.mark.parametrize("theirs", ["/mine", b"/mine", "", None])
 def test_an_environment_of_its_own_gets_the_hook(theirs, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/site:/others")
