@@ -22,14 +22,21 @@ class Early:
 
 
 class Inside:
-    """What such a process calls instead of its target."""
+    """What such a process calls instead of its target.
 
-    def __init__(self, target):
-        self.target = target
+    helps: a process that has joined a group has started it, as async_save does. It may have a group
+    with the helpers of the others, and is no rank: nothing of it is noted.
+    """
+
+    def __init__(self, target, helps):
+        self.target, self.helps = target, helps
 
     def __call__(self, *args, **kwargs):
         from ..process import begin, noted_end
 
+        if self.helps:
+            RECORD.pid = None
+            return self.target(*args, **kwargs)
         started.append(self)
         begin()
         with noted_end():
@@ -67,10 +74,8 @@ def install(torch):
     def start(self):
         target = getattr(self, "_target", None)
         worker = str(getattr(target, "__module__", "")).startswith("torch.utils.data")
-        # A process that has joined a group starts a helper, such as that of async_save: it may have
-        # a group of its own with those of the others, and is no rank.
-        if target and not worker and not torch.distributed.is_initialized():
-            self._target = Inside(target)
+        if target and not worker:
+            self._target = Inside(target, helps=torch.distributed.is_initialized())
         return real(self)
 
     def spawns(fn, args=(), nprocs=1, *_, **__):

@@ -16,8 +16,8 @@ from doctor.events import checksum, checksums
 from doctor.files import programs
 from doctor.judges import comparing, ending, missing, recorded, saving, steps, training
 from doctor.run import Process, Run, read
+from doctor.wrappers import processes, sets
 from doctor.wrappers import saving as saves
-from doctor.wrappers import sets
 
 judges.findings([])  # fills JUDGES, before a test has a list of its own in its place
 
@@ -203,6 +203,13 @@ def test_files_that_two_processes_write():
     assert found.text == "2 processes write log.csv"
     assert saving.all_write(Run([process(log, saves), process(log)])) is None
     assert saving.all_write(Run([process(log), process(own)])) is None
+
+
+def test_of_a_helper_of_a_rank_nothing_is_noted(monkeypatch):
+    """It is a fork: the workers of its loader would write into the events of the rank."""
+    monkeypatch.setattr(events.RECORD, "pid", os.getpid())
+    assert processes.Inside(lambda: events.RECORD.pid, helps=True)() is None
+    assert not processes.started
 
 
 class Kept:
