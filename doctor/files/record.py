@@ -11,13 +11,14 @@ import threading
 import time
 
 from . import threads
-from .doctors import lives
+from .doctors import elsewhere, lives
 from .ends import end_run
 from .hosts import who
 from .keep import Keeper
-from .paths import inside, parents
+from .paths import inside, parents, seen
 
 TICK = 0.5
+SILENT = 300.0  # a shared file system may show the heartbeat of another machine a minute late
 OPENS = 1.0  # what was announced so long ago has happened
 MANY = 10_000
 
@@ -29,6 +30,7 @@ class Recorder:
         self.written = {path: {threading.get_ident(): time.monotonic()} for path in inherited}
         self.gone = {}  # path that was moved or removed: {thread: when}
         self.thread = False  # whether it was started
+        self.beat = None, time.monotonic()  # of a doctor on another machine: the last, when seen
 
     def begin(self):
         atexit.register(lambda: self.process.recorder.last())
@@ -46,9 +48,20 @@ class Recorder:
             time.sleep(TICK)
             # A full disk, or too many open files: it tries again at the next tick.
             with contextlib.suppress(OSError), self.process.own_work():
-                if not lives(self.process.alive):
+                if not self.doctor_lives():
                     end_run(self.process.alive)
                 self.note([*self.written])
+
+    def doctor_lives(self):
+        """Of one on another machine the lock may not be seen, but its heart is: on this clock."""
+        alive, now = self.process.alive, time.monotonic()
+        if elsewhere(alive):
+            info = seen(os.path.join(self.process.folder, b"heartbeat"))
+            if info and info.st_mtime_ns != self.beat[0]:
+                self.beat = info.st_mtime_ns, now
+            if now - self.beat[1] > SILENT:
+                return False
+        return lives(alive)
 
     def writes(self, path):
         self.written.setdefault(path, {})[threading.get_ident()] = time.monotonic()

@@ -18,12 +18,13 @@ import sys
 import tempfile
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
 from conftest import HEAR_SIGNALS, ROOT, full
 
-from doctor.files import doctors, hosts, journal, restore
+from doctor.files import doctors, hosts, journal, record, restore
 
 PLAYER = f"""
 import subprocess, sys
@@ -976,6 +977,25 @@ def test_a_killed_doctor_of_another_machine_is_left_to_it(place):
     os.utime(there.with_name("heartbeat"), (beat, beat))
     there.rename(alive)
     place.assert_unchanged(place.restore())
+
+
+def test_the_heart_of_a_doctor_on_another_machine(tmp_path, monkeypatch):
+    """A process of its run ends when the doctor has put back, or shows no more that it lives."""
+    alive, heartbeat, now = tmp_path / "alive-1-ab@x@node7", tmp_path / "heartbeat", [1000.0]
+    alive.touch(), heartbeat.touch()
+    monkeypatch.setattr(record.time, "monotonic", lambda: now[0])
+    folder, alive = os.fsencode(tmp_path), os.fsencode(alive)
+    recorder = record.Recorder(types.SimpleNamespace(alive=alive, folder=folder))
+    lived = []
+    for beat in (1, 2, 2):
+        os.utime(heartbeat, (beat, beat))
+        lived.append(recorder.doctor_lives())
+        now[0] += 301
+    assert lived == [True, True, False]
+    os.utime(heartbeat, (3, 3))
+    assert recorder.doctor_lives()
+    os.unlink(alive)
+    assert not recorder.doctor_lives()
 
 
 def test_whose_machine_is_this_one():
