@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -27,11 +28,24 @@ BYTES = 80 << 30  # of memory, of a GPU that is not there
 NAME = "no GPU: the CPU takes its place"
 
 
+def count_gpus(torch):
+    """How many this process sees, as NVML has it.
+
+    CUDA itself must not be asked before the script runs: it would heed no CUDA_VISIBLE_DEVICES that
+    the script sets, and no process that is forked from this one could use a GPU.
+    """
+    if not torch.backends.cuda.is_built():
+        return torch.accelerator.device_count()
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return 1  # a part of a GPU: torch would ask CUDA, which gives a process one of them
+    return torch.cuda.device_count()
+
+
 class Nothing:
     """A stream, an event or a `with torch.cuda.device(0)`: all is done on the CPU, in order."""
 
     def __init__(self, *args, **kwargs):
-        self.device = "cpu"
+        self.device, self.at = "cpu", time.perf_counter()
 
     def __enter__(self):
         return self
@@ -43,15 +57,18 @@ class Nothing:
         return True
 
     def elapsed_time(self, other):
-        return 0.0
+        return max(1000 * (other.at - self.at), 1e-3)  # a script divides by it
 
     def record_event(self, event=None):
         return event or Nothing()
 
     def record(self, *_):
+        self.at = time.perf_counter()
+
+    def wait(self, *_):
         return None
 
-    synchronize = wait = wait_event = wait_stream = record
+    synchronize = wait_event = wait_stream = wait
 
 
 def use_cpus_for_gpus(torch):

@@ -10,6 +10,8 @@ import re
 import sys
 import threading
 
+from .files import hosts
+
 # Each kind, and its fields.
 FIELDS = {
     # ---- Processes and groups
@@ -114,7 +116,7 @@ class Record:
 
     def open(self):
         self.pid, self.count = os.getpid(), 0
-        self.path = f"{self.folder}/{self.pid}.jsonl"
+        self.path = f"{self.folder}/{hosts.who()}.jsonl"
         self.file = open(self.path, "a", buffering=1)  # noqa: SIM115
         self.ended = threading.Event()
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from .events import HERE, MESSAGES
+from .files import hosts
 from .options import text_of
 from .recorder import dump
 from .run import read
@@ -51,7 +52,7 @@ def examine(args, files, processes, nodes=1, quiet=False):
     try:
         while job.poll() is None:
             deaths.wait(0.1)
-            stopped = stopped or stands_still(folder, args.patience, deaths.pids)
+            stopped = stopped or stands_still(folder, args.patience, deaths.gone)
             if stopped:
                 stop(folder, deaths, ended_too=True)
                 if by.is_torchrun:
@@ -97,53 +98,57 @@ class Launcher:
 class Deaths:
     """Sees at once when a process of the script is gone, and by which signal.
 
-    A launcher that sees one fail ends the others: what was first is the cause.
+    A launcher that sees one fail ends the others: what was first is the cause. Of a process of
+    another machine it is not known.
     """
 
     def __init__(self, folder):
         self.folder, self.files, self.poll = folder, {}, select.poll()
-        self.pids = set()  # those that are gone, or were ended by the doctor
-        self.alone = {}  # pid: {"signal": ..., "order": ...}, of those without an end of their own
+        self.gone = set()  # names of those that are, or were ended by the doctor: see hosts.who()
+        self.alone = {}  # name: {"signal": ..., "order": ...}: without an end of their own
         self.late = set()  # signals that ended those whose script had ended
 
     def wait(self, seconds):
         """Until one dies, or so long."""
         for path in Path(self.folder).glob("*.jsonl"):
-            pid = int(path.stem)
-            if pid not in self.files:
-                self.files[pid] = None
+            name, pid = path.stem, hosts.pid_of(path.stem)
+            if name not in self.files:
+                self.files[name] = None
+                if pid is None:
+                    continue
                 try:
-                    self.files[pid] = os.pidfd_open(pid)
-                    self.poll.register(self.files[pid], select.POLLIN)
+                    self.files[name] = os.pidfd_open(pid)
+                    self.poll.register(self.files[name], select.POLLIN)
                 except ProcessLookupError:  # gone already
-                    self.died(pid)
+                    self.died(name)
                 except (AttributeError, OSError):  # not Linux
                     pass
         if not any(self.files.values()):
             time.sleep(min(seconds, 0.1))
             return
         ready = {file for file, _ in self.poll.poll(1000 * seconds)}
-        gone = [pid for pid, file in self.files.items() if file in ready]
+        gone = [name for name, file in self.files.items() if file in ready]
         # Of several at once, those that were ended for another's death come last.
-        for pid in sorted(gone, key=self.was_terminated):
-            self.poll.unregister(self.files[pid])
-            os.close(self.files[pid])
-            self.files[pid] = None
-            self.died(pid)
+        for name in sorted(gone, key=self.was_terminated):
+            self.poll.unregister(self.files[name])
+            os.close(self.files[name])
+            self.files[name] = None
+            self.died(name)
 
-    def was_terminated(self, pid):
+    def was_terminated(self, name):
         """Whether SIGTERM came to it, by which launchers end the others: see process.begin()."""
-        path = Path(self.folder, f"{pid}.jsonl.terminated")
+        path = Path(self.folder, f"{name}.jsonl.terminated")
         return path.exists() and path.stat().st_size > 0
 
-    def died(self, pid):
-        last = last_event(Path(self.folder, f"{pid}.jsonl"))["kind"]
+    def died(self, name):
+        last = last_event(Path(self.folder, f"{name}.jsonl"))["kind"]
+        number = signal_of(hosts.pid_of(name))
         if last == "end":
-            self.late.add(signal_of(pid))
-        elif pid not in self.pids and last != "spawns":
-            number = signal.SIGTERM if self.was_terminated(pid) else signal_of(pid)
-            self.alone[pid] = {"signal": number, "order": len(self.pids)}
-        self.pids.add(pid)
+            self.late.add(number)
+        elif name not in self.gone and last != "spawns":
+            number = signal.SIGTERM if self.was_terminated(name) else number
+            self.alone[name] = {"signal": number, "order": len(self.gone)}
+        self.gone.add(name)
 
 
 def signal_of(pid):
@@ -160,9 +165,9 @@ def stands_still(folder, patience, gone):
     gone: processes that are no more: none waits for them, or else in vain.
     """
     last, ages = [], []
-    for pid, event in last_events(folder).items():
-        if pid not in gone:
-            ages.append(time.time() - Path(folder, f"{pid}.jsonl").stat().st_mtime)
+    for name, event in last_events(folder).items():
+        if name not in gone:
+            ages.append(time.time() - Path(folder, f"{name}.jsonl").stat().st_mtime)
             last.append(as_standing(event, ages[-1], patience))
     ended = [age for event, age in zip(last, ages, strict=True) if event["kind"] == "end"]
     if ended and min(ended) < patience:  # one that has just ended may have let the others go on
@@ -216,9 +221,9 @@ def have_stood(last, times):
 
 
 def last_events(folder):
-    """{process id: its last event}"""
+    """{name of a process: its last event}"""
     paths = [path for path in Path(folder).glob("*.jsonl") if path.stat().st_size]
-    return {int(path.stem): last_event(path) for path in paths}
+    return {path.stem: last_event(path) for path in paths}
 
 
 def last_event(path):
@@ -230,8 +235,10 @@ def last_event(path):
 
 
 def stop(folder, deaths, ended_too=False):
-    for pid, event in last_events(folder).items():
-        if (ended_too or event["kind"] != "end") and pid not in deaths.pids:
-            deaths.pids.add(pid)
+    """End those of this machine; the others end themselves when the doctor's file is gone."""
+    for name, event in last_events(folder).items():
+        pid = hosts.pid_of(name)
+        if pid and (ended_too or event["kind"] != "end") and name not in deaths.gone:
+            deaths.gone.add(name)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The command line of the doctor. --attach, --dumps and --restore do their work here, and exit."""
 
 import argparse
+import ast
 import importlib.util
 import os
 import re
@@ -61,10 +62,10 @@ def check(parser, args):
         parser.error(f"--by: there is no command {first}")
     check_script(parser, args)
     text = text_of(args)
-    for action in parser._actions:
+    for action in parser._actions if takes_no_others(text) else ():
         for flag in action.option_strings:
             name = flag.lstrip("-").replace("-", "[-_]")
-            if flag.startswith("--") and flag in args.flags and not re.search(rf"{name}\b", text):
+            if flag.startswith("--") and flag in args.flags and not re.search(name, text):
                 parser.error(f"put {flag} before {args.script}: it is a flag of the doctor")
     args.forms = [(name, file) for name, _, file in (one.partition("=") for one in args.format)]
     args.forms += [("json", args.json)] if args.json else []
@@ -98,6 +99,27 @@ def text_of(args):
         places = [Path(args.script.replace(".", "/") + end) for end in (".py", "/__main__.py")]
         path = next(filter(Path.is_file, places), path)
     return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def takes_no_others(text):
+    """Whether a script surely takes no flag that it does not name.
+
+    What it imports may have a parser, and what it reads or starts may look at sys.argv.
+    """
+    if not text or re.search(r"\b(argv|exec|importlib|runpy|__import__)\b", text):
+        return False
+    try:
+        nodes = [*ast.walk(ast.parse(text))]
+    except SyntaxError:
+        return False
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [
+        f".{node.level}" if node.level else node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+    ]
+    known = {*sys.stdlib_module_names, "numpy", "torch", "torchvision"}
+    return {name.partition(".")[0] for name in names} <= known
 
 
 class Restore(argparse.Action):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from . import below, notebook
+from . import below, cuda, notebook
 from .events import RECORD, is_users, note, short, users_line
 from .files import threads
 from .recorder import dump
@@ -45,8 +45,10 @@ def begin():
     # ends the process as ever. A handler of the script takes its place.
     terminated = open(f"{RECORD.path}.terminated", "w")  # noqa: SIM115 (for as long as it runs)
     faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # what is forked has the handler, and not the file
+    os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, terminated.fileno()))
     gc.freeze()  # collections, ours too, do not look at all of torch
-    note("began", gpus=sys.modules["torch"].accelerator.device_count(), hash=hash("order"))
+    note("began", gpus=cuda.count_gpus(sys.modules["torch"]), hash=hash("order"))
     threads.start(watch, RECORD.ended)
 
 

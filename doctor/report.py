@@ -93,8 +93,25 @@ def not_seen(runs, failed):
                 for event in asks[:1]
             ),
         ]
+    part = [one for one in runs if len(one) < one.size]
+    if part and not failed:  # else one may have ended before it joined
+        return [
+            say(
+                "of the {size} processes of a group {count} were looked at: the others run where "
+                "the doctor does not see them",
+                size=part[0].size,
+                count=len(part[0]),
+            )
+        ]
     if len(runs) > 1 and all(len(one) == 1 for one in runs):
         return [say("each process joins a group of its own: there is nothing to compare")]
+    if len(runs) == 1 and run.size == 1:
+        return [
+            say(
+                "the group has one process: there is nothing to compare. Start two, as by "
+                "--nproc-per-node=2; with one GPU put CUDA_VISIBLE_DEVICES= before the command"
+            )
+        ]
     if run.noted("step"):
         return []
     for event in run[0].of("pass"):

@@ -27,6 +27,11 @@ class Process:
     def of(self, *kinds):
         return [event for event in self.events if event["kind"] in kinds]
 
+    @property
+    def world_size(self):
+        """Of the largest group that it has joined; 0 if none."""
+        return max((event["world_size"] for event in self.of("group")), default=0)
+
     def parts(self, kind):
         """Those of a kind, outside of Join() and in it by turns: [outside, inside, outside]"""
         found = [[]]
@@ -72,6 +77,11 @@ class Run(list):
     def __init__(self, processes=()):
         super().__init__(processes)
         self.faults = [event["error"] for process in self for event in process.of("fault")]
+
+    @property
+    def size(self):
+        """Of the group, as its processes have it: some of them may not have been looked at."""
+        return max((process.world_size for process in self), default=0)
 
     def rows(self, kind):
         """The n-th events of a kind in all processes; of each Join(), where some have more."""
@@ -179,21 +189,23 @@ def names(one, parts=1):
 def read(folder, died):
     """The Runs that a folder of events holds: one for each group of processes.
 
-    A script may call mp.spawn more than once: the second process that is rank 0 is of a new group.
-    died: {process id: ...}, see Process.
+    A script may call mp.spawn more than once: the second process that is rank 0 is of a new group,
+    and so is one of a group of another size.
+    died: {name of a process: ...}, see Process.
     """
     groups, processes = [], []
     for path in sorted(Path(folder).glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         lines = path.read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut
-        process = Process(events, died.get(int(path.stem)), recorded(f"{path}.calls"))
+        process = Process(events, died.get(path.stem), recorded(f"{path}.calls"))
         processes.append(process)
         for rank in {event["rank"] for event in process.of("group")}:
-            ranks = next((ranks for ranks in groups if rank not in ranks), None)
+            size = process.world_size
+            ranks = next((g for of, g in groups if of == size and rank not in g), None)
             if ranks is None:
-                groups.append(ranks := {})
+                groups.append((size, ranks := {}))
             ranks[rank] = process
-    runs = [Run(ranks[rank] for rank in sorted(ranks)) for ranks in groups]
+    runs = [Run(ranks[rank] for rank in sorted(ranks)) for _, ranks in groups]
     if runs:
         runs[0].outside = [process for process in processes if not process.of("group")]
         # mp.spawn's parent has seen it.

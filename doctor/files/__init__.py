@@ -2,7 +2,7 @@
 
 journal.py   what is written down before a file is touched; opened.py: which files are open, in
              which inodes; paths.py, disk.py: what is at a path, copies and walks
-doctors.py   begins a run, and knows which doctors live
+doctors.py   begins a run, and knows which doctors live; hosts.py: on which machine
 whose.py     whose a file is: the run's, another run's, somebody else's
 keep.py      how what was there is kept
 hook.py      sees what a process of the run is about to do; programs.py and writers.py see what

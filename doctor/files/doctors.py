@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 
+from .hosts import BOOT, HOST
 from .journal import Journal, locked, runs
 from .paths import seen
 
@@ -20,7 +21,7 @@ def begin(root, work, caches):
     """
     with locked(root):
         others = [*runs(root)]
-        journal = next((o for o in others if o.beside(work) and doctors_of(o.folder)), None)
+        journal = next((o for o in others if o.beside(work) and doctors_here(o.folder)), None)
         if not journal:
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
             folder = os.path.join(root, name.encode())
@@ -31,9 +32,8 @@ def begin(root, work, caches):
         for other in others:
             other.append({"do": "met"})
             journal.append({"do": "met"})
-        path = os.path.join(
-            journal.folder, ALIVE + b"%d-%s" % (os.getpid(), os.urandom(2).hex().encode())
-        )
+        name = f"{os.getpid()}-{os.urandom(2).hex()}@{BOOT}@{HOST}"
+        path = os.path.join(journal.folder, ALIVE + name.encode())
         alive = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(alive, fcntl.LOCK_EX)
     beat(journal.folder)
@@ -46,8 +46,23 @@ def beat(folder):
     os.utime(os.path.join(folder, b"heartbeat"))
 
 
+def elsewhere(alive):
+    """The other machine whose doctor's file this is, or "".
+
+    This one may have been started anew since; or it is another container of it, by another name.
+    """
+    boot, host = (os.path.basename(alive).decode() + "@@").split("@")[1:3]
+    return "" if host in ("", HOST) or (boot and boot == BOOT) else host
+
+
 def lives(alive):
-    """Whether a doctor holds the lock of this file. To ask disturbs none that lives."""
+    """Whether a doctor holds the lock of this file. To ask disturbs none that lives.
+
+    Of one of another machine it is not known: locks may not be seen here. Its file is not there
+    when it has ended.
+    """
+    if elsewhere(alive):
+        return os.path.exists(alive)
     try:
         file = os.open(alive, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -79,6 +94,17 @@ def doctors_of(folder):
             time.sleep(0.02)
             found = [*filter(lives, found)]
     return found
+
+
+def doctors_here(folder):
+    """The files of those that live on this machine."""
+    return [alive for alive in doctors_of(folder) if not elsewhere(alive)]
+
+
+def left_elsewhere(journal):
+    """The other machine whose doctor has not shown for an hour, and has put nothing back; or ""."""
+    hosts = [*filter(None, map(elsewhere, all_doctors_of(journal.folder)))]
+    return hosts[0] if hosts and time.time() - last_beat(journal) > 3600 else ""
 
 
 def last_beat(journal):

@@ -103,6 +103,15 @@ def restore_dead():
         doctors.sweep(root)
     with signals_blocked():
         for one in [*journal.runs(root)]:
+            if host := doctors.left_elsewhere(one):
+                lines.append(
+                    words.say(
+                        "a doctor on {host} was killed, it seems: --restore puts its files back "
+                        "there; what is kept: {folder}",
+                        host=host,
+                        folder=os.fsdecode(one.folder),
+                    )
+                )
             try:
                 done = restore.put_back(one, end_processes, limit=doctors.last_beat(one))
             except Exception as error:  # it must not keep this run from its work

@@ -13,6 +13,7 @@ import urllib.parse
 from . import arrow, listing, programs, pythons, writers
 from .disk import without_links
 from .ends import RUN
+from .hosts import who
 from .instead import put_instead
 from .journal import NotKept
 from .keep import Keeper
@@ -102,7 +103,7 @@ def on_facts(process, path, *args):
     path = absolute(path, dir_fd)
     for one in {path, real(path)}:  # it may be a link that is followed
         if not process.skips(one):
-            process.do(Keeper.will_change_facts, one, os.getpid())
+            process.do(Keeper.will_change_facts, one, who())
             process.recorder.writes(one)
 
 

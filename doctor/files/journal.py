@@ -62,7 +62,10 @@ def state_folder():
 @contextlib.contextmanager
 def locked(root):
     """One at a time, among all processes of all runs."""
-    file = os.open(os.path.join(root, b"lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.open(os.path.join(root, b"lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as error:  # not the script's file, which may be gone
+        raise NotKept(f"the doctor's folder is gone: {os.fsdecode(root)}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,6 +12,7 @@ import signal
 import threading
 
 from . import record
+from .hosts import who
 from .instead import put_instead
 from .journal import HIDDEN, Journal, NotKept, locked
 from .keep import Keeper
@@ -110,6 +111,9 @@ class Process:
             return work(self.keeper, *args)
         try:
             with own_work(), locked(self.root):
+                # Else what the run wrote would be taken for known, and what it touches for gone.
+                if not os.path.isdir(self.folder):
+                    raise NotKept(f"the doctor's journal is gone: {os.fsdecode(self.folder)}")
                 HERE.keeps = True
                 self.keeper.refresh()
                 return work(self.keeper, *args)
@@ -131,9 +135,9 @@ class Process:
             return
         self.recorder.watch()
         self.recorder.writes(path)  # before: another thread may note just now what it has closed
-        self.do(Keeper.will_write, path, cuts, os.getpid())
+        self.do(Keeper.will_write, path, cuts, who())
         if replaces or self.recorder.may_go(path):  # then it may open another than is there now
-            self.do(Keeper.writes, path, os.getpid())
+            self.do(Keeper.writes, path, who())
         self.recorder.writes(path)
 
     def tell(self, path):
@@ -214,4 +218,4 @@ def text(path):
 
 def note_inherited(keeper, paths):
     journal = keeper.journal
-    journal.append(*journal.opened.inherited(paths, os.getpid()))
+    journal.append(*journal.opened.inherited(paths, who()))

@@ -11,12 +11,14 @@ import threading
 import time
 
 from . import threads
-from .doctors import lives
+from .doctors import elsewhere, lives
 from .ends import end_run
+from .hosts import who
 from .keep import Keeper
-from .paths import inside, parents
+from .paths import inside, parents, seen
 
 TICK = 0.5
+SILENT = 300.0  # a shared file system may show the heartbeat of another machine a minute late
 OPENS = 1.0  # what was announced so long ago has happened
 MANY = 10_000
 
@@ -28,6 +30,7 @@ class Recorder:
         self.written = {path: {threading.get_ident(): time.monotonic()} for path in inherited}
         self.gone = {}  # path that was moved or removed: {thread: when}
         self.thread = False  # whether it was started
+        self.beat = None, time.monotonic()  # of a doctor on another machine: the last, when seen
 
     def begin(self):
         atexit.register(lambda: self.process.recorder.last())
@@ -45,9 +48,20 @@ class Recorder:
             time.sleep(TICK)
             # A full disk, or too many open files: it tries again at the next tick.
             with contextlib.suppress(OSError), self.process.own_work():
-                if not lives(self.process.alive):
+                if not self.doctor_lives():
                     end_run(self.process.alive)
                 self.note([*self.written])
+
+    def doctor_lives(self):
+        """Of one on another machine the lock may not be seen, but its heart is: on this clock."""
+        alive, now = self.process.alive, time.monotonic()
+        if elsewhere(alive):
+            info = seen(os.path.join(self.process.folder, b"heartbeat"))
+            if info and info.st_mtime_ns != self.beat[0]:
+                self.beat = info.st_mtime_ns, now
+            if now - self.beat[1] > SILENT:
+                return False
+        return lives(alive)
 
     def writes(self, path):
         self.written.setdefault(path, {})[threading.get_ident()] = time.monotonic()
@@ -82,7 +96,7 @@ class Recorder:
         self.gone.setdefault(path, {})[mine] = now
         for one, announced in [*self.written.items()]:
             if inside(one, path) and {*announced} - {mine}:
-                self.process.do(Keeper.writes, one, os.getpid())
+                self.process.do(Keeper.writes, one, who())
 
     def may_go(self, path):
         """Whether another thread is about to move or remove it, or a folder above it."""
@@ -109,7 +123,7 @@ class Recorder:
             done = [p for p in paths if p not in held and (all_are_opened or self.opened(p))]
             for path in done:
                 self.written.pop(path, None)
-            keeper.closed(done, os.getpid())
+            keeper.closed(done, who())
 
         self.process.do(closed)
 

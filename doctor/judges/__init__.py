@@ -125,6 +125,7 @@ def judged(run):
             continue
         for answer in filter(None, answers(one, run)):
             certain = one.certain if answer.certain is None else answer.certain
+            certain &= run.size <= len(run)  # those that were not seen may do what is missed here
             said.append((one, answer._replace(place=answer.place or one.place, certain=certain)))
     explained = {what for one, finding in said if finding.certain for what in one.explains}
     return [finding for one, finding in said if one.general is None or one.general not in explained]

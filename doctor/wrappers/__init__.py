@@ -60,7 +60,7 @@ def install():
         together,
     )
 
-    if not torch.cuda.is_available():
+    if not cuda.count_gpus(torch):
         cuda.use_cpus_for_gpus(torch)
     for subject in (
         processes,

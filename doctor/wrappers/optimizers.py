@@ -5,7 +5,7 @@ import sys
 import weakref
 
 from ..events import checksum, is_plain, note
-from . import wrap
+from . import look_safely, wrap
 from .models import NAMES, ORDERS, validated
 
 OPTIMIZERS = []  # weak references, in the order in which they were made
@@ -20,7 +20,7 @@ gradients = {}
 def install(torch):
     from torch.optim import optimizer as optimizers
 
-    optimizers.register_optimizer_step_pre_hook(lambda *args: step(torch, *args))
+    optimizers.register_optimizer_step_pre_hook(lambda *args: look_safely(step, torch, *args))
     optimizers.register_optimizer_step_post_hook(leave_step)
     wrap(torch.optim.Optimizer, "__init__", after=made)
     wrap(torch.optim.Optimizer, "zero_grad", before=zero)
@@ -55,12 +55,18 @@ def step(torch, optimizer, *_):
         parts={f"{i} {part_of(w)}": checksum(w.to_local()) for i, w in divided if looks},
         ours=len(own),
         order={str(model): ORDERS.pop(model, []) for model in models},
-        lr=[float(group["lr"]) for group in optimizer.param_groups],
+        lr=[rate_of(group) for group in optimizer.param_groups],
         random=random_states(torch),
-        zeroed=zeroed.pop(id(optimizer), 0),
+        zeroed=zeroed.get(id(optimizer), 0),
         squares=squares(torch, weights) if optimizer.doctors_steps <= 3 else None,
     )
+    zeroed[id(optimizer)] = 0
     gradients.clear()
+
+
+def rate_of(group):
+    """None where an optimizer has no rate, or finds it itself, as Adafactor does."""
+    return None if group.get("lr") is None else float(group["lr"])
 
 
 def is_looked_at(step):
@@ -114,8 +120,11 @@ def zero(self, *args, **kwargs):
 
 
 def zero_of_model(self, *args, **kwargs):
-    for key in zeroed:
-        zeroed[key] += 1
+    """It counts for the optimizers of its weights: another model may be one rank's alone."""
+    mine = {id(weight) for weight in self.parameters()}
+    for optimizer in filter(None, (reference() for reference in OPTIMIZERS)):
+        if any(id(w) in mine for group in optimizer.param_groups for w in group["params"]):
+            zero(optimizer)
 
 
 def random_states(torch):

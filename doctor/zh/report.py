@@ -14,6 +14,15 @@ SENTENCES = {
     "each process joins a group of its own: there is nothing to compare": (
         "每个进程各自加入了一个只有自己的进程组：没有可比较的内容"
     ),
+    "of the {size} processes of a group {count} were looked at: the others run where "
+    "the doctor does not see them": (
+        "进程组有 {size} 个进程，只检查了其中 {count} 个：其余的在医生看不到的地方运行"
+    ),
+    "the group has one process: there is nothing to compare. Start two, as by "
+    "--nproc-per-node=2; with one GPU put CUDA_VISIBLE_DEVICES= before the command": (
+        "进程组只有一个进程：没有可比较的内容。请启动两个，例如 --nproc-per-node=2；"
+        "只有一块 GPU 时，在命令前面加上 CUDA_VISIBLE_DEVICES="
+    ),
     "{line}  rank {rank} {how}": "{line}  rank {rank} {how}",
     "ended without an exception, after this line": "在这一行之后结束，没有抛出异常",
     "was ended by {name} after this line": "在这一行之后被 {name} 结束",
@@ -154,6 +163,10 @@ SENTENCES = {
         "没有全部恢复：{error}；备份在：{folder}"
     ),
     "the doctor was killed by signal {number}": "医生被信号 {number} 强行结束",
+    "a doctor on {host} was killed, it seems: --restore puts its files back "
+    "there; what is kept: {folder}": (
+        "{host} 上的医生好像被强行结束了：在那台机器上用 --restore 恢复它的文件；备份在：{folder}"
+    ),
     "an earlier run of the doctor was killed": "医生之前的一次运行被强行结束",
     "another doctor is at work here: it puts back what both have touched": (
         "另一个医生正在这里工作：两者都碰过的文件由它恢复"

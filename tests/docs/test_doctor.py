@@ -409,6 +409,13 @@ def test_a_script_without_a_group_is_not_compared(name, tmp_path):
     assert "joins no process group" in forked(tmp_path, text, code=2)[1]
 
 
+@pytest.mark.full
+def test_a_group_of_one_process_is_not_called_right(tmp_path):
+    text = edited(copied(tmp_path).read_text(), [("EPOCHS = 2", "EPOCHS = 1")])
+    output = forked(tmp_path, text, "-n=1", code=2)[1]
+    assert "\n the group has one process: there is nothing to compare. Start two" in output, output
+
+
 OWN_DATA = """
 import torch
 import torch.distributed as dist

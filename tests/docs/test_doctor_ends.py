@@ -1,6 +1,7 @@
 """How the doctor ends: what it says of a run that fails, was killed or stands still."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import pytest
 from conftest import PYTHON, ROOT, run, soak
 
 from doctor import launch
+from doctor.files.hosts import pid_of, who
 from tests.docs.copies import USER
 from tests.docs.mutant_runs import diagnosed
 
@@ -74,8 +76,8 @@ def test_of_two_deaths_that_are_seen_at_once_the_terminated_one_is_second(tmp_pa
     )
     for process in (terminated, killed):
         process.stdout.readline()
-        (tmp_path / f"{process.pid}.jsonl").write_text('{"kind": "step"}\n')
-    (tmp_path / "first").rename(tmp_path / f"{terminated.pid}.jsonl.terminated")
+        (tmp_path / f"{who(process.pid)}.jsonl").write_text('{"kind": "step"}\n')
+    (tmp_path / "first").rename(tmp_path / f"{who(terminated.pid)}.jsonl.terminated")
     deaths = launch.Deaths(tmp_path)
     deaths.wait(0)
     killed.kill()
@@ -83,9 +85,27 @@ def test_of_two_deaths_that_are_seen_at_once_the_terminated_one_is_second(tmp_pa
     assert (killed.wait(), terminated.wait()) == (-signal.SIGKILL, -signal.SIGTERM)
     deaths.wait(0)
     assert deaths.alone == {
-        killed.pid: {"signal": None, "order": 0},
-        terminated.pid: {"signal": signal.SIGTERM, "order": 1},
+        who(killed.pid): {"signal": None, "order": 0},
+        who(terminated.pid): {"signal": signal.SIGTERM, "order": 1},
     }
+
+
+def test_a_process_of_another_machine_is_not_asked_for_and_not_ended(tmp_path):
+    """Here its number is that of another process, or of none, which is no death."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        with subprocess.Popen(["true"]) as gone:
+            pass
+        for process in (other, gone):
+            (tmp_path / f"{process.pid}-elsewhere.jsonl").write_text('{"kind": "step"}\n')
+        deaths = launch.Deaths(tmp_path)
+        deaths.wait(0)
+        launch.stop(tmp_path, deaths, ended_too=True)
+        assert other.poll() is None and not deaths.alone and not deaths.gone
+        (tmp_path / f"{other.pid}-elsewhere.jsonl").rename(tmp_path / f"{who(other.pid)}.jsonl")
+        deaths.wait(0)
+        launch.stop(tmp_path, deaths)
+        assert other.wait(5) == -signal.SIGKILL and deaths.gone == {who(other.pid)}
+    assert pid_of(who()) == os.getpid() and pid_of("1") is None
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ compares names, bytes, modes and times with what was there before.
 
 import collections
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -17,12 +18,13 @@ import sys
 import tempfile
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
 from conftest import HEAR_SIGNALS, ROOT, full
 
-from doctor.files import doctors, journal, restore
+from doctor.files import doctors, hosts, journal, record, restore
 
 PLAYER = f"""
 import subprocess, sys
@@ -952,6 +954,79 @@ def test_both_are_killed(place, by):
     place.assert_unchanged(said)
     assert not processes_of(place)
     assert not place.restore().strip()
+
+
+def test_a_killed_doctor_of_another_machine_is_left_to_it(place):
+    """Whether it lives cannot be known: locks may not be seen here."""
+    job, _ = started(place)
+    kill_both(job)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    (alive,) = place.state.glob("*/alive-*")
+    there = alive.with_name(alive.name.partition("@")[0] + "@of-its-own@node7")
+    alive.rename(there)
+    assert doctors.lives(os.fsencode(there)) and not doctors.lives(os.fsencode(alive))
+    assert not place.restore().strip()
+    code, said = place.run('open("b2", "a").write("newer"); open("new", "w")')
+    assert code == 0 and "earlier run" not in said and there.exists(), said
+    assert (place.path / "a").read_text() == "new" and not (place.path / "new").exists()
+    beat = there.with_name("heartbeat").stat().st_mtime
+    os.utime(there.with_name("heartbeat"), (0, 0))
+    said = place.restore()
+    assert "a doctor on node7 was killed, it seems: --restore puts its files back there; " in said
+    assert str(there.parent) in said and (place.path / "a").read_text() == "new"
+    os.utime(there.with_name("heartbeat"), (beat, beat))
+    there.rename(alive)
+    place.assert_unchanged(place.restore())
+
+
+def test_the_heart_of_a_doctor_on_another_machine(tmp_path, monkeypatch):
+    """A process of its run ends when the doctor has put back, or shows no more that it lives."""
+    alive, heartbeat, now = tmp_path / "alive-1-ab@x@node7", tmp_path / "heartbeat", [1000.0]
+    alive.touch(), heartbeat.touch()
+    monkeypatch.setattr(record.time, "monotonic", lambda: now[0])
+    folder, alive = os.fsencode(tmp_path), os.fsencode(alive)
+    recorder = record.Recorder(types.SimpleNamespace(alive=alive, folder=folder))
+    lived = []
+    for beat in (1, 2, 2):
+        os.utime(heartbeat, (beat, beat))
+        lived.append(recorder.doctor_lives())
+        now[0] += 301
+    assert lived == [True, True, False]
+    os.utime(heartbeat, (3, 3))
+    assert recorder.doctor_lives()
+    os.unlink(alive)
+    assert not recorder.doctor_lives()
+
+
+def test_whose_machine_is_this_one():
+    """A container has another name; a machine that was started anew has another boot."""
+    places = itertools.product((hosts.BOOT, "another"), (hosts.HOST, "node7"))
+    of = {at: doctors.elsewhere("/x/alive-1-ab@{}@{}".format(*at).encode()) for at in places}
+    assert [at for at, host in of.items() if host] == [("another", "node7")]
+    assert not doctors.elsewhere(b"/x/alive-1-ab")  # of an older doctor
+
+
+def test_a_run_whose_journal_is_gone_writes_nothing(place):
+    """As where another machine's doctor has put it back: neither what it has written, nor more."""
+    script = """import os, time
+folder, process = os.path.dirname(os.environ["DOCTOR_FILES"]), sys.doctor_files
+process.recorder = type(process.recorder)(process)
+process.recorder.thread = True  # none that would end this process now
+time.sleep(1)
+open("a", "w").write("new")
+os.rename(folder, folder + ".away")
+for name in ("a", "b"):
+    try:
+        open(name, "w")
+    except PermissionError as error:
+        print("stopped:", name, error)
+os.rename(folder + ".away", folder)
+print(open("a").read(), open("b").read(), flush=True)
+"""
+    code, said = place.run(f"import sys\n{script}")
+    assert code == 0 and f"new {OLD}b\n" in said, said
+    assert "stopped: a the doctor's journal is gone: " in said and "stopped: b" in said, said
+    place.assert_unchanged(said)
 
 
 def test_a_killed_run_is_never_put_over_a_newer_file(place):

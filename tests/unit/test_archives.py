@@ -209,7 +209,7 @@ def test_a_folder_comes_before_an_archive(folders, archives):
 def test_an_evaluation_needs_no_archive_to_train(archives):
     (archives / "train.tar").unlink()
     train_set, val_set = image_folders(str(archives), 24, evaluate=True)
-    assert train_set is val_set and len(val_set) == 50
+    assert train_set.transform is val_set.transform and len(train_set) == len(val_set) == 50
     with pytest.raises(ValueError, match=r"no train\.tar, train-000000\.tar, "):
         image_folders(str(archives), 24)
 

@@ -10,7 +10,7 @@ from doctor.run import Process, Run
 from doctor.wrappers import groups
 
 FACTS = {
-    "group": {"rank": 0},
+    "group": {"rank": 0, "world_size": 2},
     "batch": {"grad": True},
     "pass": {"made": "t.py:5", "sampler": "t.py:4", "batches": 2, "size": 32, "base": 32}
     | {"workers": 0, "length": 16, "padding": 0, "seed": 0, "epoch": 0, "num_replicas": 2}

@@ -15,8 +15,8 @@ from doctor import command, events, judges, launch, report, wrappers
 from doctor.events import checksum, checksums
 from doctor.files import programs
 from doctor.judges import comparing, ending, missing, recorded, saving, steps, training
-from doctor.run import Process, Run
-from doctor.wrappers import optimizers, sets
+from doctor.run import Process, Run, read
+from doctor.wrappers import optimizers, processes, sets
 from doctor.wrappers import saving as saves
 
 judges.findings([])  # fills JUDGES, before a test has a list of its own in its place
@@ -64,7 +64,7 @@ def test_a_judge_that_fails_is_told_and_the_others_are_heard(monkeypatch):
 
     known = [judges.Judge(ask, "run", "here", True, [], None) for ask in (fails, says)]
     monkeypatch.setattr(judges, "JUDGES", known)
-    group = {"kind": "group", "line": "?", "rank": 0}
+    group = {"kind": "group", "line": "?", "rank": 0, "world_size": 2}
     run = Run([Process([group]), Process([group])])
     assert [one.text for one in judges.findings([run])] == ["something"]
     assert run.faults == ["KeyError: 'lr' (fails)"]
@@ -79,7 +79,7 @@ def test_a_mistake_comes_before_a_hint_of_the_same_place(monkeypatch):
 
     known = [judges.Judge(ask, "run", "here", True, [], None) for ask in (hint, certain)]
     monkeypatch.setattr(judges, "JUDGES", known)
-    group = {"kind": "group", "line": "?", "rank": 0}
+    group = {"kind": "group", "line": "?", "rank": 0, "world_size": 2}
     run = Run([Process([group]), Process([group])])
     assert [one.text for one in judges.findings([run])] == ["surely"]
 
@@ -114,6 +114,31 @@ def test_machines_without_a_process(flags, monkeypatch, capsys):
     assert ended.value.code == 2 and "as many processes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text, refused",
+    [
+        ("import torch.nn", True),
+        ("import torch\nfrom options import args", False),
+        ("from .options import args", False),
+        ("from transformers import HfArgumentParser", False),
+        ("import subprocess, sys\nsubprocess.run(sys.argv[1:])", False),
+        ("import argparse\nparser.add_argument('--steps-per-epoch')", False),  # may be shortened
+        ("", False),
+    ],
+)
+def test_a_flag_behind_the_script_is_refused_where_it_is_surely_none_of_its_own(
+    text, refused, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setattr("sys.argv", ["doctor", f"{tmp_path}/train.py", "--steps", "100"])
+    if refused:
+        with pytest.raises(SystemExit):
+            command.parse_args()
+        assert "put --steps before" in capsys.readouterr().err
+    else:
+        assert command.parse_args().flags == ["--steps", "100"]
+
+
 @pytest.mark.parametrize("theirs", ["/mine", b"/mine", "", None])
 def test_an_environment_of_its_own_gets_the_hook(theirs, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/site:/others")
@@ -129,7 +154,8 @@ def process(*kinds, **more):
     """With these events: a kind, or (kind, facts)."""
     pairs = [(kind, {}) if isinstance(kind, str) else kind for kind in kinds]
     facts = {"line": "t.py:1", "made": "t.py:1", "stream": False, "batches": 1, "grad": True}
-    facts |= {"trains": True, "training": True, "items": [["0:0", "1", "1"]], "number": 0} | more
+    facts |= {"trains": True, "training": True, "items": [["0:0", "1", "1"]], "number": 0}
+    facts |= {"world_size": 2} | more
     return Process([facts | {"kind": kind} | own for kind, own in pairs])
 
 
@@ -194,6 +220,13 @@ def test_files_that_two_processes_write():
     assert found.text == "2 processes write log.csv"
     assert saving.all_write(Run([process(log, saves), process(log)])) is None
     assert saving.all_write(Run([process(log), process(own)])) is None
+
+
+def test_of_a_helper_of_a_rank_nothing_is_noted(monkeypatch):
+    """It is a fork: the workers of its loader would write into the events of the rank."""
+    monkeypatch.setattr(events.RECORD, "pid", os.getpid())
+    assert processes.Inside(lambda: events.RECORD.pid, helps=True)() is None
+    assert not processes.started
 
 
 class Kept:
@@ -327,14 +360,41 @@ def test_a_command_that_fails_after_its_processes_have_ended(aborted, code, caps
 
 
 def test_groups_of_one_process_each_are_not_compared():
-    alone = [Run([process("group", "step")]) for _ in range(2)]
+    alone = [Run([process("group", "step", world_size=1)]) for _ in range(2)]
     (said,) = report.not_seen(alone, failed=False)
     assert said == "each process joins a group of its own: there is nothing to compare"
     assert not report.not_seen([Run([process("group", "step")] * 2)], failed=False)
 
 
+def test_a_group_of_one_process_is_not_called_right(capsys):
+    """As of --nproc-per-node=$(nvidia-smi -L | wc -l) on one GPU."""
+    facts = {"weights": {}, "parts": [], "ours": 1, "error": "", "world_size": 1}
+    run = Run([process("group", "step", "end", **facts)])
+    assert report.tell([run], [], 1.0, [], argparse.Namespace(forms=[], script="t.py")) == 2
+    assert " the group has one process: there is nothing to compare. " in capsys.readouterr().out
+
+
+def test_what_some_of_a_group_do_is_no_certain_mistake(monkeypatch):
+    """Those on a machine whose events are not here may read the items that are missed."""
+    known = [judges.Judge(lambda run: judges.Finding("t.py:1", "x"), "run", "here", True, [], None)]
+    monkeypatch.setattr(judges, "JUDGES", known)
+    part, whole = ([Run([process("group", "step", world_size=n)] * 2)] for n in (4, 2))
+    assert [one.certain for runs in (part, whole) for one in judges.findings(runs)] == [False, True]
+    assert report.not_seen(part, failed=False)[0].startswith("of the 4 processes of a group 2 were")
+    assert not report.not_seen(whole, failed=False)
+
+
+def test_groups_of_other_sizes_are_not_mixed(tmp_path):
+    """mp.spawn with two processes, then with four."""
+    for pid, (rank, size) in enumerate([(0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)]):
+        event = {"kind": "group", "line": "?", "rank": rank, "world_size": size}
+        (tmp_path / f"{pid}.jsonl").write_text(json.dumps(event) + "\n")
+        os.utime(tmp_path / f"{pid}.jsonl", (pid, pid))
+    assert [(len(run), run.size) for run in read(tmp_path, {})] == [(2, 2), (4, 4)]
+
+
 def test_a_script_that_failed_is_not_asked_whether_it_has_nothing_to_train():
-    run = Run([process("group", "load")])
+    run = Run([process("group", "load")] * 2)
     assert "leave nothing to train?" in report.not_seen([run], failed=False)[0]
     assert report.not_seen([run], failed=True) == ["no step of an optimizer was seen"]
 
@@ -375,7 +435,7 @@ def test_bits_of_each_item():
 @pytest.mark.parametrize("signal, word", [(9, "SIGKILL"), (None, "without an exception")])
 def test_who_died_first_is_said_first(signal, word):
     """Of the other, which the launcher has ended then, the signal is not known."""
-    group = {"kind": "group", "line": "t.py:3", "rank": 0}
+    group = {"kind": "group", "line": "t.py:3", "rank": 0, "world_size": 2}
     ended = Process([group], {"signal": None, "order": 1})
     first = Process([group | {"rank": 1}], {"signal": signal, "order": 0})
     said = report.failed([Run([ended, first])])
@@ -389,6 +449,60 @@ def test_a_record_of_another_kind_is_said():
     ranks = [Process([group], calls={"entries": [call]}) for _ in range(2)]
     (said,) = report.recorded(Run(ranks))
     assert said.startswith("torch's flight recorder could not be read: TypeError: ")
+
+
+def test_a_step_without_a_rate_and_whose_gradients_were_zeroed(monkeypatch):
+    """Adafactor's rate is None. zero_grad() of a model counts for its own optimizer, any time."""
+    from doctor.wrappers import optimizers
+
+    seen = []
+    monkeypatch.setattr(optimizers, "note", lambda kind, **facts: seen.append(facts))
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
+    optimizer.param_groups[1]["lr"] = None
+    optimizers.made(None, optimizer)
+    for zeroes in (None, model, other):
+        if zeroes:
+            optimizers.zero_of_model(zeroes)
+        optimizers.step(torch, optimizer)
+        optimizers.leave_step(optimizer)
+    assert [event["zeroed"] for event in seen] == [0, 1, 0]
+    assert seen[0]["lr"] == [0.5, None]
+
+
+# The script chooses its GPU, and forks; CUDA itself must not have been asked before.
+CHOOSES = """import os, torch
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+print("sees", torch.cuda.device_count(), asked)
+"""
+MADE_UP = """import sys, torch
+torch.backends.cuda.is_built = torch.cuda._is_compiled = lambda: True
+torch.cuda._raw_device_count_nvml = lambda: 2
+torch._C._cuda_getDeviceCount = torch._C._accelerator_getAccelerator = lambda: asked.append(1) or 2
+import builtins
+builtins.asked = asked = []
+from doctor import process
+sys.argv = ["doctor", "train.py"]
+process.be_examined()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("visible, gpus", [("0,1", 2), ("MIG-1", 1)])
+def test_cuda_is_not_asked_before_the_script(visible, gpus, tmp_path):
+    (tmp_path / "train.py").write_text(CHOOSES)
+    (tmp_path / "events").mkdir()
+    settings = {
+        "folder": str(tmp_path / "events"),
+        "script": str(tmp_path / "train.py"),
+        "nodes": 1,
+    }
+    settings |= {"patience": 60, "steps": None, "launched": False}
+    env = {"DOCTOR": json.dumps(settings), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": visible}
+    output = start([PYTHON, "-c", MADE_UP], tmp_path, env=env)
+    assert "sees 1 []" in output, output
+    (events,) = (tmp_path / "events").glob("*.jsonl")
+    assert json.loads(events.read_text().splitlines()[0])["gpus"] == gpus
 
 
 def test_weights_are_looked_at_more_rarely_with_time():
