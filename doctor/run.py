@@ -133,6 +133,7 @@ class Run(list):
         """
         found = [process.of("part", "together") for process in self]
         several = [e for events in found for e in events if e["kind"] != "part" or e["size"] > 1]
+        several.sort(key=lambda event: event["kind"] == "part")  # the other kind says more
         return next(iter(several), found[0][0] if all(found) else None)
 
     def noted(self, *kinds):
