@@ -188,7 +188,9 @@ class Checkpoints:
             "the images and classes in val/": listed(val_set),
         }
         flags = vars(self.args)
-        mine |= {f"--{n.replace('_', '-')}": flags[n] for n in sorted(flags.keys() - OF_A_NODE)}
+        for name in sorted(flags.keys() - OF_A_NODE):
+            if isinstance(flags[name], str | int | float | None):  # others look new in each process
+                mine[f"--{name.replace('_', '-')}"] = flags[name]
         hashes = [small_hash(x) for x in mine.values()]
         values = torch.tensor(hashes, dtype=torch.float64, device=device)
         means = reduce_mean(torch.stack([values, values**2]), self.world_size)

@@ -606,6 +606,7 @@ def test_processes_that_differ_are_an_error_in_each(tmp_path, places, train, val
     def check(rank, mean):
         run.progress.epoch, run.progress.step = places[rank]
         run.args.seed, run.args.workers, run.args.data = seeds[rank], rank, f"/disk{rank}"
+        run.args.mine = object()  # a flag of the user's, such as a function
         run.check_ranks_agree(train[rank], val[rank], torch.device("cpu"), mean)
 
     for rank in range(3):
