@@ -1,6 +1,7 @@
 """What doctor --attach makes of a job that was looked at: made-up processes, stacks and ranks."""
 
 import time
+import types
 
 import pytest
 
@@ -91,6 +92,9 @@ def test_a_launcher_that_gives_local_ranks():
     numbers = [process(11 + n, 10, LOCAL_RANK=str(n), **own) for n in range(3)]
     (job,) = ranks.jobs_of(machine(process(10), *numbers))
     assert [one.pid for one in job.ranks] == [11, 12, 13]
+    # Its rank 0 is gone.
+    (job,) = ranks.jobs_of(machine(process(10), *numbers[1:]))
+    assert [one.pid for one in job.ranks] == [12, 13]
     # The numbers on another machine are not known.
     far = LIGHTNING | {"NODE_RANK": "1"}
     assert ranks.jobs_of(machine(process(10, LOCAL_RANK="1", **far))) == []
@@ -169,6 +173,25 @@ def test_on_a_gpu_not_all_that_stays_is_a_hang():
     assert answer.mistake and "for gradients that do not come" in answer.text
 
 
+@pytest.mark.parametrize(
+    ("function", "file", "variables", "sure"),
+    [
+        ("backward", "torch/autograd/__init__.py", [], False),
+        ("backward", "torch/autograd/__init__.py", ["loss"], True),
+        ("init_process_group", "torch/distributed/distributed_c10d.py", [], True),
+    ],
+)
+def test_what_is_sure_on_a_gpu(function, file, variables, sure):
+    """Not that a loop without variables stands; but nobody joins a job in a loop."""
+    stack = [(f"/lib/python3.11/site-packages/{file}", function, 1), ("/me/train.py", "f", 5)]
+    frames = [{"filename": "/me/train.py", "locals": variables}]
+    one = types.SimpleNamespace(stack=stack, thread={"frames": frames}, error="", sum="")
+    looks = [types.SimpleNamespace(**vars(one), at=n, cpu=n) for n in (0, 1)]
+    found = machine(process(10)._replace(gpu=True))
+    known = look.seen(ranks.Rank(10, 0, 2, 0, 2), looks, found)
+    assert (known["state"], known["busy"], known["sure"]) == ("stands", True, sure)
+
+
 def test_a_long_call_on_the_processor_of_a_gpus_machine():
     waits = seen(1, "collective", gpu=True, line=6)
     answer = said(seen(0, gpu=True, busy=True), waits)
@@ -190,8 +213,8 @@ def test_a_wait_for_an_asynchronous_call():
     for lines in ((5, 5), (5, 7)):  # of a send and its recv, too, the lines differ
         answer = said(*(seen(n, "work", line=line) for n, line in enumerate(lines)))
         assert answer.hangs and not answer.mistake and answer.text.startswith("no rank answers: ")
-    answer = said(seen(0, "work", size=3, here=2), seen(1, "work", size=3, here=2))
-    assert answer.text.startswith("all that are here wait"), answer.text
+        far = (seen(n, "work", line=line, size=3, here=2) for n, line in enumerate(lines))
+        assert said(*far).text.startswith("all that are here wait")
 
 
 def test_ranks_that_stand_elsewhere():
@@ -220,23 +243,25 @@ def test_a_loader(busy, children, text):
 
 
 class Looked:
-    """Of a worker: each look costs it so many seconds of its processor."""
+    """Of a worker: at each look it has used more of its processor, or is in another item."""
 
-    used = 0
+    count = 0
 
     def __init__(self, pid, nonblocking):
         assert nonblocking
-        Looked.used += Looked.step
-        self.cpu, self.at, self.sum = Looked.used, time.monotonic(), "same"
-        self.stack = [("/me/train.py", "read", 9), ("/torch/utils/data/_utils/worker.py", "f", 1)]
+        Looked.count += 1
+        self.cpu, self.at = Looked.count * (Looked.does == "computes"), time.monotonic()
+        self.sum = Looked.count * (Looked.does == "moves")
+        inside = [f"/torch/utils/data/_utils/{name}.py" for name in ("fetch", "worker")]
+        self.stack = [(file, "f", 9) for file in ("/me/train.py", *inside)]
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_a_worker_that_computes(step, monkeypatch):
+@pytest.mark.parametrize("does", ["stands", "computes", "moves"])
+def test_a_worker_that_computes(does, monkeypatch):
     monkeypatch.setattr(look, "Look", Looked)
     monkeypatch.setattr(look, "BETWEEN", 0.05)
-    monkeypatch.setattr(Looked, "step", step, raising=False)
+    monkeypatch.setattr(Looked, "does", does, raising=False)
     helper = process(12, 10, f"python -c from {ranks.HELPER}")
     monkeypatch.setattr(ranks, "processes", lambda: machine(process(10), process(11, 10), helper))
     count, (worker,) = look.workers(10, nonblocking=True)
-    assert (count, worker["pid"], worker["line"], worker["busy"]) == (1, 11, 9, bool(step))
+    assert (count, worker["pid"], worker["line"], worker["busy"]) == (1, 11, 9, does != "stands")
