@@ -204,7 +204,8 @@ def shown(pid, file):
 
 def workers(pid, nonblocking):
     """(how many Python processes a rank has started, [{"pid", "file", "line", "text", "disk",
-    "busy"}] of its loader's workers); disk: it waits for one; busy: it moved, or computed.
+    "busy", "starts"}] of its loader's workers); disk: it waits for one; busy: it moved, or
+    computed; starts: it still imports what it needs.
 
     line 0: it waits for work, or is in a library.
     """
@@ -216,14 +217,17 @@ def workers(pid, nonblocking):
     for one, before in zip(below, first, strict=True):
         look = Look(one, nonblocking)
         loop = [n for n, frame in enumerate(look.stack) if frame[0].endswith(places.WORKER)]
-        if not loop:
+        starts = not loop and places.has(look.stack, "multiprocessing/spawn.py")
+        if not loop and not starts:
             continue
         # What is above its loop is of the rank that has forked it.
-        mine = [frame for frame in look.stack[: loop[0]] if places.is_users(frame[0])]
+        inner = look.stack[: loop[0]] if loop else look.stack
+        mine = [frame for frame in inner if places.is_users(frame[0])]
         file, _, line = mine[0] if mine else ("", "", 0)
         known = {"pid": one, "file": shown(one, file) if file else "", "line": line}
         known["text"] = source.text_of(one, file, line) if file else ""
         used = (look.cpu - before.cpu) / (look.at - before.at)
-        moved = places.has(look.stack, "_utils/fetch.py") and look.sum != before.sum
-        said.append(known | {"disk": state(one) == "D", "busy": moved or used > BUSY})
+        may_move = starts or places.has(look.stack, "_utils/fetch.py")  # others wait for work
+        known |= {"busy": used > BUSY or (may_move and look.sum != before.sum), "starts": starts}
+        said.append(known | {"disk": state(one) == "D"})
     return len(first), said

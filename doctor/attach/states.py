@@ -142,7 +142,9 @@ def waits_for_data(sight):
     others = waiting(sight)
     if others:
         text = say("{text}; {they_wait} for it", text=text, they_wait=they(others, "waits"))
-    if busy:
+    if any(worker["starts"] for worker in busy):
+        text = say("{text}: its workers still start", text=text)
+    elif busy:
         text = say("{text}: its workers compute, a slow loader", text=text)
     return Answer(text, "debugging.md#who-waits-where", at(one), hangs=not busy)
 

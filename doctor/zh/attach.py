@@ -107,6 +107,7 @@ SENTENCES = {
     "{text}; no worker was found among its processes ({count})": (
         "{text}；在它的 {count} 个 Python 子进程里没有找到 worker"
     ),
+    "{text}: its workers still start": "{text}：worker 还在启动",
     "{text}: its workers compute, a slow loader": "{text}：worker 还在计算，是 DataLoader 太慢",
     "{they_compute} at {line}, or a GPU does: no hang by now. Look again, with --seconds "
     "60": "{they_compute}（{line}），也可能在等 GPU：目前没有卡死。请用 --seconds 60 再看一次",

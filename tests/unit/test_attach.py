@@ -224,7 +224,7 @@ def test_ranks_that_stand_elsewhere():
     )
 
 
-WORKER = {"pid": 7, "file": "train.py", "line": 9, "text": "", "disk": False}
+WORKER = {"pid": 7, "file": "train.py", "line": 9, "text": "", "disk": False, "starts": False}
 
 
 @pytest.mark.parametrize(
@@ -253,15 +253,23 @@ class Looked:
         self.cpu, self.at = Looked.count * (Looked.does == "computes"), time.monotonic()
         self.sum = Looked.count * (Looked.does == "moves")
         inside = [f"/torch/utils/data/_utils/{name}.py" for name in ("fetch", "worker")]
+        inside = ["/multiprocessing/spawn.py"] if Looked.starts else inside
         self.stack = [(file, "f", 9) for file in ("/me/train.py", *inside)]
 
 
+@pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("does", ["stands", "computes", "moves"])
-def test_a_worker_that_computes(does, monkeypatch):
+def test_a_worker_that_computes(does, starts, monkeypatch):
+    """Or that still imports, where it is not a fork."""
     monkeypatch.setattr(look, "Look", Looked)
     monkeypatch.setattr(look, "BETWEEN", 0.05)
     monkeypatch.setattr(Looked, "does", does, raising=False)
+    monkeypatch.setattr(Looked, "starts", starts, raising=False)
     helper = process(12, 10, f"python -c from {ranks.HELPER}")
     monkeypatch.setattr(ranks, "processes", lambda: machine(process(10), process(11, 10), helper))
     count, (worker,) = look.workers(10, nonblocking=True)
     assert (count, worker["pid"], worker["line"], worker["busy"]) == (1, 11, 9, does != "stands")
+    assert worker["starts"] is starts
+    answer = said(seen(0, "loader", workers=[worker], children=1), seen(1, "backward"))
+    assert answer.hangs is (does == "stands")
+    assert ("its workers still start" in answer.text) is (starts and does != "stands")
