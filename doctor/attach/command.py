@@ -101,7 +101,7 @@ def here(args):
     found = ranks.processes()
     job = chosen(args, found)
     looks = look.looks_at([rank.pid for rank in job.ranks], args.seconds, args.nonblocking)
-    seen = [look.seen(rank, looks[rank.pid], found) for rank in job.ranks]
+    seen = [look.seen(rank, looks[rank.pid], found, args.nonblocking) for rank in job.ranks]
     host = socket.gethostname()
     return sight.joined(job.command, [one | {"host": host} for one in seen])
 
@@ -109,11 +109,14 @@ def here(args):
 def chosen(args, found):
     """The Job that is asked for, or the only one."""
     jobs = ranks.jobs_of(found)
-    jobs += spawned.spawned(found, jobs)
+    given = [int(pid) for pid in args.what]
+    left = [pid for pid in given if not any(holds(job, pid, found) for job in jobs)]
+    if left or not given:
+        jobs += spawned.spawned(found, jobs, left, args.nonblocking)
     if args.slurm_job:
         jobs = of_this_node(args.slurm_job, found, jobs)
-    if args.what:
-        chosen = [job_of(int(pid), found, jobs) for pid in args.what]
+    if given:
+        chosen = [job_of(pid, found, jobs) for pid in given]
         if any(job != chosen[0] for job in chosen):
             raise ValueError(say("these processes are of several jobs: give those of one"))
         return chosen[0]
@@ -146,14 +149,20 @@ def of_this_node(number, found, jobs):
     return chosen
 
 
+def holds(job, pid, found):
+    """Whether a process is above a rank of the job, or is a rank, or below one."""
+    below = ranks.tree(pid, found)
+    return any(one.pid in below or pid in ranks.tree(one.pid, found) for one in job.ranks)
+
+
 def job_of(pid, found, jobs):
     if pid not in found:
         raise ValueError(say("no process {pid}", pid=pid))
-    below = ranks.tree(pid, found)
     for job in jobs:
-        for rank in job.ranks:
-            if rank.pid in below or pid in ranks.tree(rank.pid, found):
-                return job
+        if holds(job, pid, found):
+            return job
     if not found[pid].python:
         raise ValueError(say("{pid} is no Python process, and has started no rank", pid=pid))
-    return ranks.Job((), found[pid].command, [ranks.Rank(pid, 0, 1, 0, 1)])
+    size = (found[pid].env or {}).get("WORLD_SIZE", "")
+    size = int(size) if size == "1" else None  # of several its number would have to be known, too
+    return ranks.Job((), found[pid].command, [ranks.Rank(pid, 0, size, 0, size)])

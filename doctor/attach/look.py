@@ -16,6 +16,7 @@ from . import places, ranks, source
 
 LOOKS = 4  # a rank that works may be found at one line twice
 SWITCHES = 2  # of a thread, between two looks: with more it was awake; a look itself may wake it
+BETWEEN = 0.5  # s, of the two looks at a loader's workers
 BUSY = 0.05  # of a core: it computes; a busy machine may give it little
 
 
@@ -143,7 +144,7 @@ def looks_at(pids, seconds, nonblocking=False):
     return found
 
 
-def seen(rank, looks, found):
+def seen(rank, looks, found, nonblocking=False):
     """What was seen of a Rank, as a dict of plain values: see sight.py."""
     last = looks[-1]
     pid, stack = rank.pid, last.stack
@@ -159,7 +160,8 @@ def seen(rank, looks, found):
     seconds = max(last.at - looks[0].at, 0.1)
     busy = (last.cpu - looks[0].cpu) / seconds
     moved = len({one.sum for one in looks}) > 1
-    if kind in places.SLEEPS and not gpu and "horovod" not in places.outermost(stack)[0]:
+    call = places.outermost(stack)
+    if kind in places.SLEEPS and not gpu and not (call and "horovod" in call[0]):
         moved |= was_awake(looks)  # each time at one line: a loop at the top of a script
     # With a GPU a rank that waits keeps its core busy, too.
     works = moved or (busy > BUSY and not gpu)
@@ -167,11 +169,12 @@ def seen(rank, looks, found):
     known |= {"file": shown(pid, file), "line": line, "function": function, "text": text}
     known |= conditions(pid, stack) | {"seconds": round(seconds, 1)}
     # A loop outside of any function shows no variables: on a GPU each step looks like the last.
-    sure = not gpu or any(
-        f["locals"] for f in last.thread["frames"] if places.is_users(f["filename"])
-    )
-    known |= {"sure": sure, "gpu": gpu, "times": sum(meaning_of(one, gpu) == kind for one in looks)}
-    return known | {"workers": workers(pid) if kind == "loader" else []}
+    theirs = [f for f in last.thread["frames"] if places.is_users(f["filename"])]
+    sure = not gpu or kind in places.ONCE or any(f["locals"] for f in theirs)
+    known |= {"sure": sure, "gpu": gpu, "busy": busy > BUSY}
+    known |= {"times": sum(meaning_of(one, gpu) == kind for one in looks)}
+    children, those = workers(pid, nonblocking) if kind == "loader" else (0, [])
+    return known | {"children": children, "workers": those}
 
 
 def meaning_of(one, gpu):
@@ -199,21 +202,32 @@ def shown(pid, file):
     return file
 
 
-def workers(pid):
-    """[{"pid", "file", "line", "text", "disk"}] of a loader's; disk: it waits for one.
+def workers(pid, nonblocking):
+    """(how many Python processes a rank has started, [{"pid", "file", "line", "text", "disk",
+    "busy", "starts"}] of its loader's workers); disk: it waits for one; busy: it moved, or
+    computed; starts: it still imports what it needs.
 
-    line 0: it waits for work.
+    line 0: it waits for work, or is in a library.
     """
-    said = []
-    for below in ranks.tree(pid, ranks.processes())[1:]:  # they may be new
-        look = Look(below)
+    found, said = ranks.processes(), []  # they may be new
+    below = [one for one in ranks.tree(pid, found)[1:] if found[one].python or found[one].torch]
+    below = [one for one in below if ranks.HELPER not in found[one].command]
+    first = [Look(one, nonblocking) for one in below]
+    time.sleep(BETWEEN if below else 0)
+    for one, before in zip(below, first, strict=True):
+        look = Look(one, nonblocking)
         loop = [n for n, frame in enumerate(look.stack) if frame[0].endswith(places.WORKER)]
-        if not loop:
+        starts = not loop and places.has(look.stack, "multiprocessing/spawn.py")
+        if not loop and not starts:
             continue
         # What is above its loop is of the rank that has forked it.
-        mine = [frame for frame in look.stack[: loop[0]] if places.is_users(frame[0])]
+        inner = look.stack[: loop[0]] if loop else look.stack
+        mine = [frame for frame in inner if places.is_users(frame[0])]
         file, _, line = mine[0] if mine else ("", "", 0)
-        known = {"pid": below, "file": shown(below, file) if file else "", "line": line}
-        known["text"] = source.text_of(below, file, line) if file else ""
-        said.append(known | {"disk": state(below) == "D"})
-    return said
+        known = {"pid": one, "file": shown(one, file) if file else "", "line": line}
+        known["text"] = source.text_of(one, file, line) if file else ""
+        used = (look.cpu - before.cpu) / (look.at - before.at)
+        may_move = starts or places.has(look.stack, "_utils/fetch.py")  # others wait for work
+        known |= {"busy": used > BUSY or (may_move and look.sum != before.sum), "starts": starts}
+        said.append(known | {"disk": state(one) == "D"})
+    return len(first), said

@@ -15,9 +15,10 @@ SYNCS = """_pre_forward _sync_buffers _sync_module_buffers _distributed_broadcas
 _default_broadcast_coalesced _check_sync_bufs_pre_fwd""".split()
 STARTS = "_verify_param_shape_across_processes _sync_module_states _verify_params_across_processes"
 # Kinds in which a rank waits for other ranks.
-WAITS = {"collective", "message", "forward", "backward", "wrap", "join", "group", "leave", "gpu"}
+ONCE = {"wrap", "join", "group", "leave"}  # in no loop
+WAITS = {"collective", "message", "work", "forward", "backward", "gpu"} | ONCE
 # Of these, those in which torch lets the thread sleep until all has come (Horovod's asks again).
-SLEEPS = {"collective", "message", "forward", "backward", "wrap"}
+SLEEPS = {"collective", "message", "forward", "backward", "wrap", "work"}
 # (end of the file, functions or None for all, kind, in words; {} is the function)
 PLACES = [
     ("torch/distributed/distributed_c10d.py", COLLECTIVES, "collective", "{}"),
@@ -37,6 +38,8 @@ PLACES = [
     ("horovod/torch/mpi_ops.py", ["synchronize", "poll"], "collective", "Horovod's allreduce"),
     ("horovod/torch/optimizer.py", ["synchronize", "step"], "collective", "Horovod's allreduce"),
     ("horovod/torch/mpi_ops.py", None, "collective", "Horovod's {}"),
+    ("pipelining/schedules.py", ["_wait_batch_p2p"], "work", "a message of the pipeline"),
+    ("distributed/_functional_collectives.py", ["wait_tensor"], "collective", "{}"),
     ("torch/cuda/__init__.py", ["synchronize"], "gpu", "synchronize()"),
     ("torch/cuda/streams.py", ["synchronize"], "gpu", "synchronize()"),
 ]
@@ -59,6 +62,9 @@ SPAWNED = "torch/multiprocessing/spawn.py"  # frames of a rank of mp.spawn, and 
 STARTED = "multiprocessing/process.py"  # frames of any process that Python has started
 # A call that reads what a GPU computes, and so waits for all that was queued before.
 READS = re.compile(r"\.(item|cpu|tolist|numpy)\(|\b(float|int|bool|print)\(|synchronize|\bif ")
+
+# A wait for an asynchronous call is no function of Python: its line alone shows it.
+WORK = re.compile(r"(?<!\bos)\.wait\(|\bwait_all")
 
 
 def is_users(file):
@@ -87,6 +93,8 @@ def meaning(stack, gpu=False, text=""):
     found = known(inner, PLACES) or known(inner, DOES)
     if found:
         return found
+    if inner == [] and WORK.search(text):
+        return "work", "an asynchronous call"
     if gpu and inner == [] and READS.search(text):
         return "gpu", "a result of the GPU"
     around = known(stack, DOES)  # a data set's own code, called by a loader

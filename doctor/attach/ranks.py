@@ -24,6 +24,8 @@ NAMES = (
         ("PMIX_NAMESPACE",),
     ),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    # Lightning's, on the first of its machines: there the local number is the rank.
+    ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT")),
 )
 LAUNCHER = re.compile(
     r"(^|/)(torchrun|accelerate|deepspeed|horovodrun|mpirun|srun)( |$)"
@@ -108,7 +110,7 @@ def jobs_of(found):
     """[Job] of the ranks that have a number in their environment."""
     candidates = {}  # pid: (variables, key)
     for one in found.values():
-        names = one.python and not LAUNCHER.search(one.command) and names_of(one.env or {})
+        names = one.python and not LAUNCHER.search(one.command) and names_of(one)
         if names and (one.torch or names[0] == "RANK"):  # Slurm's are in any program's environment
             key = tuple(one.env.get(name, "") for name in (names[0], *names[4]))
             candidates[one.pid] = names, key
@@ -118,14 +120,32 @@ def jobs_of(found):
             one = found[pid]
             job = jobs.setdefault((names[0], *key[1:]), Job(key[1:], one.command, []))
             job.ranks.append(rank_of(one, names))
+    for (name, *_), job in jobs.items():
+        job.ranks.extend(starter(job.ranks, found) if name == "LOCAL_RANK" else [])
     return [
         job._replace(ranks=sorted(job.ranks, key=lambda rank: rank.rank)) for job in jobs.values()
     ]
 
 
-def names_of(env):
-    """The row of NAMES that holds a number, or None."""
-    return next((row for row in NAMES if env.get(row[0], "").isdigit()), None)
+def names_of(one):
+    """The row of NAMES that holds a process's number, or None."""
+    env = one.env or {}
+    row = next((row for row in NAMES if env.get(row[0], "").isdigit()), None)
+    if row and row[0] == "LOCAL_RANK":
+        known = "WORLD_SIZE" in env and "MASTER_PORT" in env and env.get("NODE_RANK", "0") == "0"
+        # Rank 0 has set the variables in itself: its loader's workers, if spawned, start with them.
+        return row if known and "multiprocessing." not in one.command else None
+    return row
+
+
+def starter(known, found):
+    """[Rank] of rank 0, if it has started the others: its own environment was without a number."""
+    parents = {found[rank.pid].parent for rank in known}
+    parent = found.get(parents.pop()) if len(parents) == 1 else None
+    known_so = all(rank.rank and "NODE_RANK" in found[rank.pid].env for rank in known)
+    if known_so and parent and parent.torch and parent.python:
+        return [known[0]._replace(pid=parent.pid, rank=0, local=0)]
+    return []
 
 
 def is_below_its_like(one, candidates, found):

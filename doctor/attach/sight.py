@@ -5,7 +5,7 @@ import socket
 
 from ..words import say
 
-FORMAT = "doctor --attach 1"  # the first entry of a file
+FORMAT = "doctor --attach 2"  # the first entry of a file
 # rank, size (of the job), here (how many on its machine), local, pid, host: numbers and a name
 # folder: in which the process is
 # state: "works" (it moves, or computes), "stands", "stopped" (by SIGSTOP), "gone", "unread" (error)
@@ -13,6 +13,8 @@ FORMAT = "doctor --attach 1"  # the first entry of a file
 # under, when, without, leaves, loops: see source.Around
 # seconds: between the first look and the last; times: in how many of them it was in this kind
 # sure: that it stands, and not only waits for a GPU; gpu: whether it uses one
+# busy: its processor, which a wait for a GPU keeps so, too
+# children: how many Python processes a rank that waits for a loader has started
 # workers: of its loader, see look.workers()
 
 

@@ -5,8 +5,13 @@ import functools
 import os
 import re
 
-ABOUT_RANK = re.compile(r"rank|is_main|is_master|main_process|master_process|is_primary", re.I)
-ENDS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+# The rank of a matrix, and what ranks documents, are others.
+ABOUT_RANK = re.compile(
+    r"(?<!lora_)(?<!lora)(?<!low_)(?<!low)(?<!matrix_)(?<!re)rank(?!ing|ed|er|_loss)"
+    r"|is_main|is_master|main_process|master_process|is_primary",
+    re.I,
+)
+ENDS = (ast.Return, ast.Continue, ast.Break)  # a rank that raises is gone: it waits for none
 NO_GRAD = re.compile(r"no_grad|inference_mode")
 
 
@@ -88,14 +93,38 @@ class Around:
             self.keep("else of if" if name == "orelse" else "if", node)
         for one in before:
             leaves = isinstance(one, ast.If) and isinstance(one.body[-1], ENDS)
-            if leaves and ABOUT_RANK.search(ast.unparse(one.test)):  # if rank != 0: return
+            if leaves and tells_ranks_apart(one.test):  # if rank != 0: return
                 self.keep("if not", one)
 
     def keep(self, word, node):
         test = ast.unparse(node.test)
+        if same_in_all(node.test):
+            return
         said = f"{word} {test} (line {node.lineno})"
-        self.under = said if ABOUT_RANK.search(test) else self.under
+        self.under = said if tells_ranks_apart(node.test) else self.under
         self.when = "" if "__name__" in test else said
+
+
+def tells_ranks_apart(test):
+    """Of a condition, as "rank == 0"."""
+    if isinstance(test, ast.BoolOp):
+        return any(tells_ranks_apart(one) for one in test.values)
+    return bool(ABOUT_RANK.search(ast.unparse(test))) and not same_in_all(test)
+
+
+def same_in_all(test):
+    """Whether it asks only for a job of several: "RANK != -1", "rank is not None", "rank >= 0"."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return same_in_all(test.operand)
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1:
+        return False
+    if not ABOUT_RANK.search(ast.unparse(test)):
+        return False
+    left, op, right = test.left, test.ops[0], test.comparators[0]
+    if any(ast.unparse(side) in ("-1", "None") for side in (left, right)):
+        return True
+    signs = (right, (ast.GtE, ast.Lt)), (left, (ast.LtE, ast.Gt))  # rank >= 0, 0 <= rank
+    return any(ast.unparse(side) == "0" and isinstance(op, ops) for side, ops in signs)
 
 
 def leaves(loop, line, lines):

@@ -16,23 +16,30 @@ def local(thread, name, end=""):
     return None
 
 
-def number_spawned(parent, found):
+def number_spawned(parent, found, nonblocking):
     """mp.spawn's number of processes; a forkserver may stand between it and them."""
     for pid in (parent, found[parent].parent):
-        thread = Look(pid).thread if pid in found and found[pid].python else None
+        thread = Look(pid, nonblocking).thread if pid in found and found[pid].python else None
         number = thread and local(thread, "nprocs", places.SPAWNED)
         if number:
             return number
     return None
 
 
-def spawned(found, jobs):
-    """[Job] of those that have no number in their environment."""
+def spawned(found, jobs, near=(), nonblocking=False):
+    """[Job] of those that have no number in their environment.
+
+    near: look only at processes that have started one of these, or were started by it: a look
+    stops a process, and others are none of this job.
+    """
     more = []
     for parent, children in ranks.maybe_spawned(found, jobs).items():
-        looks = [(child, Look(child.pid)) for child in sorted(children)]
+        tree = ranks.tree(parent, found)
+        if near and not any(pid in tree or parent in ranks.tree(pid, found) for pid in near):
+            continue
+        looks = [(child, Look(child.pid, nonblocking)) for child in sorted(children)]
         members = [(child, look) for child, look in looks if is_rank(look)]
-        size = number_spawned(parent, found)
+        size = number_spawned(parent, found, nonblocking)
         if not any(look.stack for _, look in members) or (len(members) < 2 and not size):
             continue
         size = size or len(members)

@@ -1,8 +1,9 @@
 """Judged first: what each rank does by itself. One is gone, one works, one reads data."""
 
 from ..words import say
+from . import places
 from .judges import judge
-from .words import Answer, at, names, of, they, waiting, where
+from .words import Answer, at, names, of, they, unknown, waiting, where
 
 
 @judge
@@ -74,11 +75,26 @@ def all_work(sight):
 
 
 @judge
+def on_its_processor(sight):
+    """On a GPU's machine one that only waits for the GPU is as busy: it may compute, or not."""
+    busy = [one for one in sight.that("stands") if one["gpu"] and one["busy"]]
+    busy = [one for one in busy if one["kind"] not in {*places.WAITS, "loader"}]
+    if not busy:
+        return None
+    text = say(
+        "{they_compute} at {line}, or a GPU does: no hang by now. Look again, with --seconds 60",
+        they_compute=they(busy, "computes"),
+        line=at(busy[0]),
+    )
+    return Answer(text, "doctor.md#a-job-that-hangs-now", at(busy[0]), hangs=False)
+
+
+@judge
 def some_do_not_come(sight):
     joins = sight.that("stands", "join")
     others = [one for one in sight.ranks if one not in joins]
     size = max(one["size"] or 0 for one in sight.ranks)
-    if not joins or any(one["state"] == "works" for one in others):
+    if not joins or unknown(sight) or any(one["state"] == "works" for one in others):
         return None
     if others:
         text = say(
@@ -105,22 +121,32 @@ def waits_for_data(sight):
         return None
     one = reads[0]
     text = say("{they_wait} for data at {line}", they_wait=they(reads, "waits"), line=at(one))
-    for worker in [w for r in reads for w in r.get("workers", []) if w["line"]][:2]:
-        text = say(
-            "{text}; its worker {pid} stands at {line}",
-            text=text,
-            pid=worker["pid"],
-            line=at(worker),
-        )
+    workers = [worker for rank in reads for worker in rank["workers"]]
+    busy = [worker for worker in workers if worker["busy"]]
+    for worker in [worker for worker in busy or workers if worker["line"]][:2]:
+        known = {"text": text, "pid": worker["pid"], "line": at(worker)}
+        text = say("{text}; its worker {pid} stands at {line}", **known)
+        if busy:
+            text = say("{text}; its worker {pid} is at {line}", **known)
         if worker["disk"]:
             text = say("{text}, waiting for a disk", text=text)
         text = with_code(text, worker["text"])
-    if one["kind"] == "loader" and not one["workers"]:
+    if one["kind"] == "loader" and not one["children"]:
         text = say("{text}; it has no worker that lives", text=text)
+    elif one["kind"] == "loader" and not one["workers"]:
+        text = say(
+            "{text}; no worker was found among its processes ({count})",
+            text=text,
+            count=one["children"],
+        )
     others = waiting(sight)
     if others:
         text = say("{text}; {they_wait} for it", text=text, they_wait=they(others, "waits"))
-    return Answer(text, "debugging.md#who-waits-where", at(one))
+    if any(worker["starts"] for worker in busy):
+        text = say("{text}: its workers still start", text=text)
+    elif busy:
+        text = say("{text}: its workers compute, a slow loader", text=text)
+    return Answer(text, "debugging.md#who-waits-where", at(one), hangs=not busy)
 
 
 def with_code(text, code):

@@ -3,7 +3,34 @@
 from ..words import say
 from .judges import STANDS, judge
 from .states import with_code
-from .words import Answer, at, by_place, names, of, they, waiting, where
+from .words import Answer, at, by_place, names, of, they, unknown, waiting, where
+
+
+@judge
+def not_sure(sight):
+    """A loop outside of any function shows no variables: on a GPU each step looks like the last."""
+    left = waiting(sight)
+    if all(one["sure"] for one in left):
+        return None
+    text = say(
+        "{where}: on GPUs they compute, or stand. Look again, with --seconds 60",
+        where=where(left),
+    )
+    return Answer(text, "doctor.md#a-job-that-hangs-now", at(left[0]), hangs=False)
+
+
+@judge
+def one_of_how_many(sight):
+    """Of a launcher that is not known: nothing is said of ranks that were not looked at."""
+    left = waiting(sight)
+    if not left or not unknown(sight):
+        return None
+    text = say(
+        "it waits in {call} at {line}; its other ranks were not found",
+        call=left[0]["words"],
+        line=at(left[0]),
+    )
+    return Answer(text, "doctor.md#a-job-that-hangs-now", at(left[0]))
 
 
 @judge
@@ -175,11 +202,26 @@ def one_is_elsewhere(sight):
 
 
 @judge
+def asynchronous(sight):
+    """Which call it was is not seen: a message, or a collective."""
+    left = waiting(sight)
+    found = [one for one in left if one["kind"] == "work"]
+    if not found or sight.elsewhere or len(left) < len(sight.ranks):
+        return None
+    text = say(
+        "no rank answers: {where}. Each send needs its recv, and a collective is called "
+        "by all, in one order (the flight recorder tells: --dumps)",
+        where=where(left),
+    )
+    return Answer(text, "debugging.md#the-flight-recorder", at(found[0]))
+
+
+@judge
 def calls_do_not_match(sight):
     """Of a rank and of another."""
     left = waiting(sight)
     groups = by_place(left)
-    if len(groups) < 2:
+    if len(groups) < 2 or any(one["kind"] == "work" for one in left):
         return None
     if any(one["kind"] == "message" for one in left):
         text = say(
@@ -211,13 +253,6 @@ def all_in_one_place(sight):
     if not left or len(left) < len(sight.ranks) or sight.elsewhere:
         return None
     one = left[0]
-    if one["kind"] == "gpu" and not one["sure"]:
-        text = say(
-            "all ranks wait for their GPUs at {line}: they compute, or stand. Look "
-            "again, with --seconds 60",
-            line=at(one),
-        )
-        return Answer(text, "doctor.md#a-job-that-hangs-now", at(one), hangs=False)
     known = {"call": one["words"], "line": at(one)}
     if one["kind"] == "message":
         text = say(
@@ -250,5 +285,5 @@ def all_wait_here(sight):
 @judge
 def stands_otherwise(sight):
     found = sight.that("stands")
-    text = say("{where}: stands, in no call that waits for another rank", where=where(found))
+    text = say("{where}: in no call that is known to wait for another rank", where=where(found))
     return Answer(text, "debugging.md#who-waits-where", at(found[0]))

@@ -34,6 +34,7 @@ VERBS = {
     "works": ("{ranks} works", "{ranks} work"),
     "reads": ("{ranks} reads", "{ranks} read"),
     "has": ("{ranks} has", "{ranks} have"),
+    "computes": ("{ranks} computes", "{ranks} compute"),
     "is": ("{ranks} is", "{ranks} are"),
 }
 
@@ -53,6 +54,11 @@ def waiting(sight):
     return sight.that("stands", *places.WAITS)
 
 
+def unknown(sight):
+    """Whether one process alone was found, which does not say of how many it is."""
+    return len(sight.ranks) == 1 and sight.ranks[0]["size"] is None
+
+
 def by_place(found):
     """[[those at one line in one call]], the fewest first."""
     groups = {}
@@ -66,10 +72,10 @@ def where(found):
     said = []
     for group in by_place(found):
         one = group[0]
-        text = say("{ranks} is ({line})", ranks=of(group), line=at(one))
+        known = {"ranks": of(group), "line": at(one)}
+        several = say("{ranks} are ({line})", **known)
+        text = say("{ranks} is ({line})", **known) if len(group) == 1 else several
         if one["words"]:
-            text = say(
-                "{ranks} in {call} ({line})", ranks=of(group), call=one["words"], line=at(one)
-            )
+            text = say("{ranks} in {call} ({line})", **known, call=one["words"])
         said.append(text)
     return clauses(said)

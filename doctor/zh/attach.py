@@ -15,7 +15,10 @@ SENTENCES = {
     "{ranks} have": "{ranks}",
     "{ranks} is": "{ranks}",
     "{ranks} are": "{ranks}",
+    "{ranks} computes": "{ranks} 在计算",
+    "{ranks} compute": "{ranks} 在计算",
     "{ranks} is ({line})": "{ranks} 在 {line}",
+    "{ranks} are ({line})": "{ranks} 在 {line}",
     "{ranks} in {call} ({line})": "{ranks} 停在 {call}（{line}）",
     # ---- command.py, sight.py, slurm.py
     "it needs py-spy: {command}": "需要 py-spy：{command}",
@@ -100,6 +103,14 @@ SENTENCES = {
     ),
     "{they_wait} for data at {line}": "{they_wait}数据（{line}）",
     "{text}; its worker {pid} stands at {line}": "{text}；它的 worker（进程 {pid}）停在 {line}",
+    "{text}; its worker {pid} is at {line}": "{text}；它的 worker（进程 {pid}）在 {line}",
+    "{text}; no worker was found among its processes ({count})": (
+        "{text}；在它的 {count} 个 Python 子进程里没有找到 worker"
+    ),
+    "{text}: its workers still start": "{text}：worker 还在启动",
+    "{text}: its workers compute, a slow loader": "{text}：worker 还在计算，是 DataLoader 太慢",
+    "{they_compute} at {line}, or a GPU does: no hang by now. Look again, with --seconds "
+    "60": "{they_compute}（{line}），也可能在等 GPU：目前没有卡死。请用 --seconds 60 再看一次",
     "{text}, waiting for a disk": "{text}（在等磁盘）",
     "{text} `{code}`": "{text} `{code}`",
     "{text}; it has no worker that lives": "{text}；它的 worker 一个都不在了",
@@ -171,8 +182,9 @@ SENTENCES = {
     "Which of these lines does a rank reach that another does not, or earlier?": (
         "这些行里，哪一行是有的 rank 会走到、有的不会，或者有的走到得更早？"
     ),
-    "all ranks wait for their GPUs at {line}: they compute, or stand. Look again, with --seconds "
-    "60": "所有 rank 都在 {line} 等自己的 GPU：GPU 可能在计算，也可能停住了。请用 --seconds 60 再看一次",
+    "{where}: on GPUs they compute, or stand. Look again, with --seconds 60": (
+        "{where}：GPU 可能在计算，也可能停住了。请用 --seconds 60 再看一次"
+    ),
     "all ranks wait in {call} at {line}: each for a message that none sends": (
         "所有 rank 都停在 {call}（{line}）：每个都在等一条谁也没有发的消息"
     ),
@@ -184,7 +196,14 @@ SENTENCES = {
     "--out, and join the files": (
         "这里的 rank 都在等：{where}；等的是 {ranks}，在别的节点上，或者已经没了：在那个节点上用 --out 查看，再把文件合起来看"
     ),
-    "{where}: stands, in no call that waits for another rank": (
-        "{where}：停住了，但这里的调用并不等待其他 rank"
+    "{where}: in no call that is known to wait for another rank": (
+        "{where}：停住了，不在任何已知会等待其他 rank 的调用里"
+    ),
+    "no rank answers: {where}. Each send needs its recv, and a collective is called by all, in one "
+    "order (the flight recorder tells: --dumps)": (
+        "没有 rank 回应：{where}。每个 send 都要有对应的 recv；集合通信要所有 rank 按同样的顺序调用（flight recorder 能看出来：--dumps）"
+    ),
+    "it waits in {call} at {line}; its other ranks were not found": (
+        "它停在 {call}（{line}），在等其他 rank；没有找到它的其他 rank"
     ),
 }

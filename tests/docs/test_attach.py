@@ -161,6 +161,14 @@ dist.all_reduce(x, group=both)
         "doctor.md#it-stands-still",
         1,
     ),
+    "a message that is waited for": (
+        "for request in dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1 - rank)]):\n"
+        "    request.wait()\n",
+        "request.wait()",
+        r"no rank answers: ranks 0 and 1 in an asynchronous call \(train.py:\d+\)",
+        "debugging.md#the-flight-recorder",
+        3,
+    ),
     "another order": (
         """calls = [dist.all_reduce, lambda x: dist.broadcast(x, 0)]
 second = lambda: calls[1](x)
