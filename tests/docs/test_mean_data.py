@@ -231,7 +231,7 @@ def prepared(folder, case):
     text = path.read_text()
     text = re.sub(r"^BATCH_SIZE = \d+", f"BATCH_SIZE = {case.batch}", text, flags=re.M)
     text = re.sub(r"^PARTS = \d+", f"PARTS = {case.parts}", text, flags=re.M)
-    text = re.sub(r"^WARMUP = \d+", "WARMUP = 2", text, flags=re.M)
+    text = re.sub(r"^WARMUP = \d+", "WARMUP = 1", text, flags=re.M)  # less than the steps
     # Else its order is another one with one process.
     seeded = "DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)"
     text = text.replace("DataLoaderConfiguration(split_batches=True)", seeded)
