@@ -81,11 +81,8 @@ def script(start, data="digits", features=(), file="train.py", made=None):
     return render(template, chosen, file, made)
 
 
-def whole(name, data, features, file="train.py"):
-    """The text of a script of WHOLE, to be written into this folder. ValueError for a feature.
-
-    file: its name in the command of its first lines.
-    """
+def whole(name, data, features):
+    """The text of a script of WHOLE, as train.py of this folder. ValueError for a feature."""
     if features or data != "digits":
         words = " ".join(["--with " + ",".join(features)] * bool(features))
         words = words or f"--data {data}"
@@ -94,8 +91,8 @@ def whole(name, data, features, file="train.py"):
             f"divides; change minimal/{name}.py by hand"
         )
     text = (ROOT / f"minimal/{name}.py").read_text(encoding="utf-8")
-    text = text.replace(f"minimal/{name}.py", file)
-    return text.replace('.parents[1].glob("docs/', '.parent.glob("docs/')  # a text to learn
+    text = text.replace(f"minimal/{name}.py", "train.py")
+    return text.replace('.parents[1].glob("docs/', '.parent.glob("docs/')  # the text it learns
 
 
 def refusal(known, chosen, language="en"):

@@ -189,7 +189,8 @@ class Checkpoints:
         }
         flags = vars(self.args)
         for name in sorted(flags.keys() - OF_A_NODE):
-            if isinstance(flags[name], str | int | float | None):  # others look new in each process
+            # Of another type, such as a function, the text may be each process's own.
+            if isinstance(flags[name], str | int | float | None):
                 mine[f"--{name.replace('_', '-')}"] = flags[name]
         hashes = [small_hash(x) for x in mine.values()]
         values = torch.tensor(hashes, dtype=torch.float64, device=device)
