@@ -115,7 +115,7 @@ if torch.distributed.get_rank() == 0:
     os.replace("old.pth.tmp", "old.pth")
     os.remove("removed.pth")
 torch.distributed.barrier()
-print(old, torch.load("old.pth"))
+print(f"{old} {torch.load('old.pth')}\\n", end="")  # one write: two processes share the pipe
 torch.distributed.destroy_process_group()
 """
 

@@ -101,10 +101,11 @@ def test_predictions_hold(alone, tmp_path):
     rows = json.loads((tmp_path / "predict.json").read_text())["runs"]
     names = [job.name for job in benchmark.quick()]
     assert [row["name"] for row in rows] == names and not any(row["fitted"] for row in rows)
-    assert {row["limit"] for row in rows} >= {"network", "loader", "slow node"}
     errors = [row["error"] for row in rows]  # above 0: it was slower than predicted
     assert min(errors) > -0.3, output
     if alone:
+        # Beside others the box's own network may be slower than its slow node.
+        assert {row["limit"] for row in rows} >= {"network", "loader", "slow node"}
         assert median(map(abs, errors)) < 0.1 and max(errors) < 0.3, output
 
 
