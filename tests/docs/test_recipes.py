@@ -290,6 +290,18 @@ def test_f1_and_predictions(train, work, tmp_path):
     assert found == pytest.approx(f1(pairs), abs=1e-9)
     assert abs(found - sum(f1(pairs[i::3]) for i in range(3)) / 3) > 0.01
 
+    # Nothing written is lost: but a run that goes on writes its own file anew, as a new one does
+    # that was killed before it wrote a line.
+    said, _ = train("predictions", "c", *flags, "--predictions", table, codes=[2])
+    assert said == f"error: {table} is not empty: name another file\n"
+    (tmp_path / "empty.csv").touch()
+    first = ["--predictions", tmp_path / "empty.csv", "--max-steps"]
+    train("predictions", "d", *first, "1")
+    before = (tmp_path / "empty.csv").read_text()
+    train("predictions", "d", *first, "2", "--resume", "auto")
+    after = (tmp_path / "empty.csv").read_text()
+    assert before != after and before.count("\n") == after.count("\n") == 361
+
 
 def test_archives(train, work, tmp_path):
     """The same weights as from the folders, to the bit."""
