@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
@@ -143,7 +144,7 @@ def main():
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # Strategy. `shards` has the optimizer that trains; the one above is saved and loaded.
-    model = divide(net, args)
+    model = divide(net, device, args)
     shards = Shards(net, optimizer, model)
 
     if args.compile:
@@ -212,12 +213,15 @@ def main():
     return 0 if progress.finished() else 75
 
 
-def divide(net, args):
+def divide(net, device, args):
     """A copy of it: a process keeps its shard of each block, and gathers a block to compute it."""
     model = copy.deepcopy(net).to(memory_format=torch.contiguous_format)  # FSDP takes no other
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
+    # The group that exists: one made for it may be NCCL's, whatever --backend says.
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    policy = precision_policy(net, DTYPES[args.precision])
     for block in [*blocks(model), model]:  # the model last: it takes what is in no block
-        fully_shard(block, mp_policy=precision_policy(net, DTYPES[args.precision]))
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     return model
 
 

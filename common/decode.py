@@ -99,7 +99,7 @@ def _decode_whole(data):
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = ImageOps.exif_transpose(file)
-        if file.format == "PNG" and image.mode == "I;16":  # PIL would cut at 255
+        if file.format == "PNG" and image.mode in ("I;16", "I"):  # PIL would cut at 255
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
         elif image.mode.startswith(("I", "F")):
             raise ValueError(f"what is white in its {image.mode} pixels is not known: convert it")

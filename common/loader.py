@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import weakref
 
 import numpy as np
 import torch
@@ -82,6 +83,8 @@ class TrainSampler:
         return len(self.steps) * self.batch_size // self.world_size
 
     def __iter__(self):
+        if not self.steps_per_epoch:  # else a loop runs through all epochs and trains nothing
+            raise ValueError(f"{self.length} images do not fill one batch of {self.batch_size}")
         generator = torch.Generator().manual_seed(position_seed(self.seed, self.epoch))
         order = torch.randperm(self.length, generator=generator)
         part = order[self.steps.start * self.batch_size : self.steps.stop * self.batch_size]
@@ -89,15 +92,18 @@ class TrainSampler:
 
 
 def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None, collate_fn=None):
-    """A DataLoader whose workers are forked here, and live as long as it does.
+    """A DataLoader whose workers are forked here, and live as long as it and this thread do.
 
     What is changed in the data set later does not reach them. sampler: yields the keys of
     `dataset` that this process reads; None: all, in their order. Where it is a TrainSampler, give
     the `seed` from which the random numbers of each item follow (see Seeded). local_batch_size: the
     images of this process in a step. workers: processes that read; with 0 this one does.
     collate_fn: makes a batch of a list of items, such as sequences of unlike length; default:
-    collate(), which it may call too. Raises OSError where so many workers cannot be started.
+    collate(), which it may call too. Raises OSError where so many workers cannot be started, and
+    ValueError for a TrainSampler without seed.
     """
+    if seed is None and isinstance(sampler, TrainSampler):
+        raise ValueError("a TrainSampler needs the seed of its items' random numbers: give seed=")
     keep_memory()  # each image is a new block of half a megabyte
     loader = DataLoader(
         dataset if seed is None else Seeded(dataset, seed),
@@ -125,8 +131,13 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
         loader.batch_sampler.sampler = sampler
         # They ignore SIGTERM, with which multiprocessing would end them at the interpreter's exit,
         # and then wait for ever. This runs before.
-        atexit.register(_kill, iterator._workers)
+        _workers.update(iterator._workers)
+        atexit.unregister(_kill)
+        atexit.register(_kill)
     return loader
+
+
+_workers = weakref.WeakSet()  # of all loaders: those that nobody uses any more give up their files
 
 
 def _start_worker(worker):
@@ -135,9 +146,9 @@ def _start_worker(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _kill(workers):
+def _kill():
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
-    for worker in workers:
+    for worker in _workers:
         worker.kill()
 
 

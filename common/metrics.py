@@ -16,11 +16,11 @@ class AverageMeter:
 
     def update(self, val, n=1):
         """Take in n observations whose mean is `val`."""
-        self.add(val * n, n)
+        self.add(float(val) * n, n)
 
     def add(self, total, n):
         """Take in n observations whose sum is `total`: without the rounding of a mean."""
-        self.val = float(total) / n
+        self.val = float(total) / n if n else self.val
         self.sum += float(total)
         self.count += n
 
@@ -42,6 +42,8 @@ def accuracy(output, target, topk=(1, 5)):
     shapes and, on CPUs, for float targets that are no probabilities; on GPUs each step would have
     to wait for that.
     """
+    if output.ndim != 2 or target.ndim != 1 + target.is_floating_point():
+        raise ValueError("scores [n, classes] and targets [n] are needed")
     if target.is_floating_point():
         if target.device.type == "cpu" and (target.sum(dim=1) - 1).abs().max() > 0.01:
             raise ValueError(
@@ -49,15 +51,17 @@ def accuracy(output, target, topk=(1, 5)):
                 "BCEWithLogitsLoss and another score"
             )
         target = target.argmax(dim=1)
-    if output.ndim != 2 or target.ndim != 1:
-        raise ValueError("scores [n, classes] and targets [n] are needed")
     k = min(max(topk), output.shape[1])
     hits = output.topk(k, dim=1).indices.eq(target.unsqueeze(1))
     return [hits[:, :k].sum(dtype=torch.float64) * 100 / len(target) for k in topk]
 
 
 def reduce_mean(tensor, world_size):
-    """The mean of a tensor over all processes. All of them must call it, not only rank 0."""
-    tensor = tensor.clone()
+    """The mean of a tensor over all processes. All of them must call it, not only rank 0.
+
+    It passes no gradient. Of float64 and integers it is float64, of all else float32.
+    """
+    exact = tensor.dtype == torch.float64 or not tensor.is_floating_point()
+    tensor = tensor.detach().to(torch.float64 if exact else torch.float32, copy=True)
     dist.all_reduce(tensor)
     return tensor / world_size

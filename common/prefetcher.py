@@ -17,7 +17,7 @@ class Prefetcher:
     but the first item of a tuple or list: the first is the input, the others are targets, such as
     masks. This is the only place where images are normalised. On a GPU both run on a side stream,
     while the GPU still computes the step before: they cost no time as long as they are shorter than
-    a step.
+    a step. One iteration at a time: a new one ends the one before, in which RuntimeError is raised.
     """
 
     def __init__(self, loader, device):
@@ -33,14 +33,16 @@ class Prefetcher:
         return len(self.loader)
 
     def __iter__(self):
-        self.waits = []
+        self.waits = waits = []
         batches, end = iter(self.loader), object()
         while True:
+            if self.waits is not waits:  # both would be given batches of one epoch, some twice
+                raise RuntimeError("another iteration over these batches has begun: end this first")
             asked = self._now()
             batch = next(batches, end)
             if batch is end:
                 return
-            self.waits.append((asked, self._now()))
+            waits.append((asked, self._now()))
             with torch.cuda.stream(self.stream):  # of None: does nothing
                 batch = self._load(batch)
             if self.stream is not None:

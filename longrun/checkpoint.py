@@ -151,6 +151,7 @@ class Checkpoints:
         self._require_same("the state of", sorted(saved["more"]), sorted(self.more))
         settings = [group | {"params": None} for group in self.optimizer.param_groups]
         self._load("the optimizer", self.optimizer, saved["optimizer"])
+        self._lay_out_as_weights()
         if not any(isinstance(part, LRScheduler) for part in self.more.values()):
             # Where only the validation is left, no step sets a rate: it stays the last one's.
             kept = ("params", "lr") if self.progress.lacks_validation() else ("params",)
@@ -162,6 +163,17 @@ class Checkpoints:
             self._require_same("half an epoch of", sorted(saved["meters"]), sorted(self.meters))
             for name, meter in self.meters.items():
                 meter.sum, meter.count = saved["meters"][name]
+
+    def _lay_out_as_weights(self):
+        """Give the optimizer's tensors the strides of their weights, whatever script saved them.
+
+        Apex's kernels go through both in the order of memory: where a checkpoint of FSDP has a
+        contiguous momentum, a weight in channels_last would get that of other elements.
+        """
+        for weight, state in self.optimizer.state.items():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.shape == weight.shape:
+                    state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
     def _optimizer_type(self):
         return type(self.optimizer).__name__.removeprefix("Fused")  # as Apex's are

@@ -59,4 +59,9 @@ def supervise(context, rank=0):
             name = signal.Signals(-codes[index]).name
             print(f"rank {rank + index} failed: killed by {name}", file=sys.stderr, flush=True)
         return 1 if killed else max(error.exit_code, 1)
+    finally:
+        # One that comes from here on could only hide the exit code: Python gives up its handlers
+        # long before the process ends, and `srun -K` sends SIGTERM as soon as another task ended.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     return 0

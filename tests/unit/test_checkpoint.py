@@ -92,6 +92,22 @@ def test_in_mid_epoch_all_is_restored(tmp_path):
     restored(tmp_path, lambda: with_buffers(scaled=False))  # as bf16 is trained
 
 
+def test_momentum_lies_in_memory_as_its_weight(tmp_path):
+    """Apex's kernels go through both in this order; FSDP saves what is contiguous."""
+    run, net, optimizer, _, _ = restored(tmp_path, with_buffers)
+    net(torch.rand(4, 3, 24, 24)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].contiguous()
+    run.progress.step = 3
+    run.save()
+    now = restored(tmp_path, with_buffers)[2].state
+    for (weight, state), before in zip(now.items(), optimizer.state.values(), strict=True):
+        assert state["momentum_buffer"].stride() == weight.stride()
+        assert state["momentum_buffer"].equal(before["momentum_buffer"])
+    assert any(not weight.is_contiguous() for weight in now)
+
+
 class Patience:
     """A user's own state."""
 

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 
+from common import images
 from common.images import ImageFolder, RandomCrop, centre_crop, image_folders, make_digits
 from tests.unit.child import forked
 
@@ -236,6 +237,18 @@ def test_crops_of_a_folder(tmp_path):
 def test_images_of_any_shape(shape):
     for crop in (RandomCrop(24), partial(centre_crop, size=24)):
         assert crop(as_tensor(CHINA.resize(shape))).shape == (3, 24, 24)
+
+
+def test_of_a_strip_only_the_middle_is_resized(monkeypatch):
+    """The same pixels, within rounding, by a small part of the memory."""
+    image = as_tensor(CHINA.resize((40, 4000)))
+    before, sizes = centre_crop(image[:, 1900:2100], 224), []
+    resize = images.F.resize
+    monkeypatch.setattr(
+        images.F, "resize", lambda x, *a, **k: sizes.append(x.shape[1]) or resize(x, *a, **k)
+    )
+    assert (centre_crop(image, 224).int() - before.int()).abs().max() <= 2
+    assert sizes == [160]
 
 
 # Folders.

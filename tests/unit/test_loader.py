@@ -1,5 +1,6 @@
 """Which images are read in which step, and how batches come from the workers."""
 
+import gc
 import os
 import pickle
 import random
@@ -251,6 +252,42 @@ def test_a_batch_that_cannot_be_sent_ends_the_loader():
     pair = namedtuple("Local", "image label")  # a class that no other process can import
     with pytest.raises((pickle.PicklingError, AttributeError), match="Local"):
         list(start_loader(Items(lambda i: pair(*large(i))), range(40), 2, 1, CPU))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_iteration_ends_the_first(workers):
+    """Workers have one epoch at a time: the loops would share its batches, or read some twice."""
+    batches = Prefetcher(start_loader(Items(large), range(40), 8, workers, CPU), CPU)
+    with pytest.raises(RuntimeError, match=r"^another iteration .* has begun"):
+        for _ in batches:
+            next(iter(batches))
+    assert [len(images) for images, _ in batches] == [8] * 5
+
+
+def test_what_cannot_train_is_said():
+    with pytest.raises(ValueError, match=r"^40 images do not fill one batch of 64$"):
+        list(TrainSampler(40, 64, 0, 1, 0))
+    with pytest.raises(ValueError, match=r"give seed=$"):
+        start_loader(Items(large), TrainSampler(40, 8, 0, 1, 0), 8, 0, CPU)
+
+
+def test_a_batch_made_by_hand():
+    loader = start_loader(Items(large), range(40), 8, 1, CPU)
+    images, _ = loader.collate_fn([large(0), large(1)])
+    assert images.shape == (2, 3, 160, 160)
+
+
+def test_loaders_that_are_gone_leave_no_open_files():
+    """One for each fold of a cross-validation: torch itself lets go of its files."""
+
+    def opened():
+        for _ in start_loader(Items(large), range(40), 8, 2, CPU):
+            pass
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    first = opened()
+    assert [opened() for _ in range(3)][-1] <= first
 
 
 START = """

@@ -89,6 +89,18 @@ def test_the_first_to_fail_ends_all_of_mp_spawn(main):
     assert (code, output.splitlines()[-1]) == MAINS[main] and "orderly" not in output
 
 
+def test_a_signal_after_the_end_of_all_does_not_hide_the_exit_code():
+    """Ignored, not handled: while Python ends it has given up its handlers already.
+
+    `srun -K` sends SIGTERM then, as soon as another task has ended.
+    """
+    ignored = "all(signal.getsignal(number) == signal.SIG_IGN for number in SIGNALS)"
+    last = f"code = supervise(children)\nprint({ignored})\nos._exit(code)\n"
+    code = SPAWN.replace("os._exit(supervise(children, rank=4))", last)
+    main = "from common.loader import SIGNALS\ndef main(index): return 75\n"
+    assert Child(IMPORTS + main + code).wait() == (75, "started\nTrue\n")
+
+
 def test_a_killed_process_is_named_though_the_others_have_failed_too():
     """A killed process makes the others fail; a busy machine shows its parent all ends at once."""
     all_ended = SPAWN.replace('print("started")', "for one in children.processes: one.join()")
