@@ -54,8 +54,6 @@ class SharedBatches:
 
     def __call__(self, items):
         """In a worker: collate the items, and pickle the batch: here, an error ends the run."""
-        if get_worker_info() is None:  # called by the user, as for an example
-            return (self.collate_fn or collate)(items)
         batch = self.collate_fn(items) if self.collate_fn else collate(items, self.stack)
         return _Sent(pickle.loads, pickle.dumps(batch))
 

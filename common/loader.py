@@ -99,11 +99,8 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
     the `seed` from which the random numbers of each item follow (see Seeded). local_batch_size: the
     images of this process in a step. workers: processes that read; with 0 this one does.
     collate_fn: makes a batch of a list of items, such as sequences of unlike length; default:
-    collate(), which it may call too. Raises OSError where so many workers cannot be started, and
-    ValueError for a TrainSampler without seed.
+    collate(), which it may call too. Raises OSError where so many workers cannot be started.
     """
-    if seed is None and isinstance(sampler, TrainSampler):
-        raise ValueError("a TrainSampler needs the seed of its items' random numbers: give seed=")
     keep_memory()  # each image is a new block of half a megabyte
     loader = DataLoader(
         dataset if seed is None else Seeded(dataset, seed),
@@ -131,13 +128,8 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
         loader.batch_sampler.sampler = sampler
         # They ignore SIGTERM, with which multiprocessing would end them at the interpreter's exit,
         # and then wait for ever. This runs before.
-        _workers.update(iterator._workers)
-        atexit.unregister(_kill)
-        atexit.register(_kill)
+        atexit.register(_kill, weakref.WeakSet(iterator._workers))  # not those of a loader gone
     return loader
-
-
-_workers = weakref.WeakSet()  # of all loaders: those that nobody uses any more give up their files
 
 
 def _start_worker(worker):
@@ -146,9 +138,9 @@ def _start_worker(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _kill():
+def _kill(workers):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
-    for worker in _workers:
+    for worker in workers:
         worker.kill()
 
 

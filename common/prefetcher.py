@@ -17,7 +17,7 @@ class Prefetcher:
     but the first item of a tuple or list: the first is the input, the others are targets, such as
     masks. This is the only place where images are normalised. On a GPU both run on a side stream,
     while the GPU still computes the step before: they cost no time as long as they are shorter than
-    a step. One iteration at a time: a new one ends the one before, in which RuntimeError is raised.
+    a step. One iteration at a time, for workers read one epoch: RuntimeError in the one before.
     """
 
     def __init__(self, loader, device):
@@ -35,9 +35,7 @@ class Prefetcher:
     def __iter__(self):
         self.waits = waits = []
         batches, end = iter(self.loader), object()
-        while True:
-            if self.waits is not waits:  # both would be given batches of one epoch, some twice
-                raise RuntimeError("another iteration over these batches has begun: end this first")
+        while self.waits is waits:
             asked = self._now()
             batch = next(batches, end)
             if batch is end:
@@ -52,6 +50,7 @@ class Prefetcher:
                 for tensor in filter(torch.is_tensor, tree_leaves(batch)):
                     tensor.record_stream(current)
             yield batch
+        raise RuntimeError("another iteration over these batches has begun: end this one first")
 
     def _load(self, batch):
         leaves, form = tree_flatten(batch)

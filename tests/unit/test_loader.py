@@ -267,14 +267,6 @@ def test_a_second_iteration_ends_the_first(workers):
 def test_what_cannot_train_is_said():
     with pytest.raises(ValueError, match=r"^40 images do not fill one batch of 64$"):
         list(TrainSampler(40, 64, 0, 1, 0))
-    with pytest.raises(ValueError, match=r"give seed=$"):
-        start_loader(Items(large), TrainSampler(40, 8, 0, 1, 0), 8, 0, CPU)
-
-
-def test_a_batch_made_by_hand():
-    loader = start_loader(Items(large), range(40), 8, 1, CPU)
-    images, _ = loader.collate_fn([large(0), large(1)])
-    assert images.shape == (2, 3, 160, 160)
 
 
 def test_loaders_that_are_gone_leave_no_open_files():
