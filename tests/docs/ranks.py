@@ -21,7 +21,7 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["tests.preloaded"])  # found from the project's root
 
 
-def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=500):
+def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=1000):
     """(exit codes, output) of processes as torchrun would start them; `before` is run first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -53,7 +53,8 @@ def be_a_rank(arguments, env, cwd, output, before):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)
+    # A line at once, also under PYTHONUNBUFFERED: those of two processes must not be mixed.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     # What the forkserver has imported need not be walked through: that was half of a short run.
     gc.freeze()
     os.environ |= env

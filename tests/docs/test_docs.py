@@ -217,7 +217,7 @@ def test_first_command(clone, tmp_path):
     """It learns the digits and says what docs/faq.md shows; a second one is refused."""
     folder = tmp_path / "here"
     shutil.copytree(clone, folder, ignore=shutil.ignore_patterns("checkpoints*"))
-    output = run(["./start.sh"], folder, env=ACTIVE, timeout=600)
+    output = run(["./start.sh"], folder, env=ACTIVE, timeout=1000)
     assert result(output)[1] >= 97
 
     def form(line):

@@ -279,7 +279,7 @@ if __name__ == "__main__":
     optimizer.step()
     kind = AsyncCheckpointerType.PROCESS
     dcp.async_save(model.state_dict(), checkpoint_id="a", async_checkpointer_type=kind).result()
-    print("saved")
+    print("saved\\n", end="")  # in one piece: the other rank prints too
     dist.destroy_process_group()
 """
 
