@@ -8,7 +8,6 @@ import gc
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,19 +16,19 @@ import pytest
 import torch
 from conftest import ROOT
 
+from tests.ports import free_port
+
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["tests.preloaded"])  # found from the project's root
 
 
 def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=1000):
     """(exit codes, output) of processes as torchrun would start them; `before` is run first."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     cwd = Path(cwd or Path(script).parent)
     output = cwd / "output.txt"
     output.write_text("")
     known = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
-    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "CUDA_VISIBLE_DEVICES": ""}
     arguments = [str(word) for word in (script, *flags)]
     processes, deadline = [], time.monotonic() + seconds
     for rank in range(ranks):

@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 
 import pytest
 from conftest import PYTHON, ROOT, run
 
+from tests import ports
 from tests.docs.copies import USER
 from tests.docs.doctors import looked_at
 from tests.docs.mutant_runs import diagnosed
@@ -108,8 +108,7 @@ def test_processes_whose_numbers_are_known_elsewhere_alone(tmp_path, free_port):
 
 @pytest.fixture
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    return ports.free_port()
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import socket
 import sys
 import time
 from statistics import median
@@ -18,6 +17,7 @@ from benchmarks import predict as benchmark
 from tests.docs.copies import joined
 from tests.hosts import needs_hosts
 from tests.launched import IN_ROOT
+from tests.ports import free_port
 
 # A model of the user's own and a loader of 20 batches a second, in a file beside the script.
 MINE = """
@@ -42,8 +42,7 @@ def page_commands():
 
 def smaller(command):
     """It as one node with two processes, and a small model."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = command.replace("HOST:29400", f"localhost:{port}").replace("--nnodes=2", "--nnodes=1")
     command = command.replace("node=8", "node=2").replace("--arch resnet50", "--model mine:model")
     return shlex.split(f"{command} --batches mine:batches" if "--measure" in command else command)
