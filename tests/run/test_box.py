@@ -67,7 +67,7 @@ def test_it_measures(tmp_path):
 
 
 def exchange(rank, connection):
-    """Sends rank 0's connection the seconds of an all_reduce of a number: of 9."""
+    """Sends rank 0's connection the seconds of each of 9 all_reduces of a number."""
     dist.init_process_group("gloo")
     times = []
     for _ in range(10):
