@@ -114,6 +114,13 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line("Tests that take long: ./start.sh test --all runs them too.")
 
 
+def cmdline(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
 class Job:
     """A command in a session of its own, whose every descendant can be found."""
 
@@ -182,7 +189,7 @@ class Job:
         deadline = time.monotonic() + 40
         while self.pids() and time.monotonic() < deadline:
             time.sleep(0.1)
-        left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in self.pids()]
+        left = [*filter(None, map(cmdline, self.pids()))]  # one may end while it is asked
         self.kill()
         assert not left, f"left behind by {self.process.args}: {left}\n{output}"
         return self.process.returncode, output
@@ -220,7 +227,7 @@ def no_job_outlives_its_test(request):
     Job.started.clear()
 
 
-def run(command, cwd, timeout=300, env=None, code=0):
+def run(command, cwd, timeout=600, env=None, code=0):
     """Run to the end; returns the output. Fails on another exit code than `code`."""
     return Job(command, cwd, env).finish(code, timeout)
 

@@ -16,6 +16,7 @@ from conftest import (
     ONE_THREAD,
     ROOT,
     Job,
+    cmdline,
     load,
     needs_horovod,
     python,
@@ -36,6 +37,7 @@ DOUBLE = {"PYTHONPATH": str(ROOT / "tests/apex_doubles/today")}
 IN_ROOT = {"PYTHONPATH": str(ROOT)}  # for code that is not beside common/
 # An epoch takes 1.5 s and more: time to see a line and to act.
 SLOW = {"STEP_SECONDS": "0.05"}
+SLOWER = {"STEP_SECONDS": "0.2"}  # also where the machine is slow: the next steps are not done yet
 # Slurm's script has tests of its own, on a cluster.
 SCRIPTS = {
     "alone": (python("distributed.py"), {}),
@@ -136,13 +138,6 @@ def resumed_where_it_stood(output, state):
     first = re.search(r"^(?:\[0\]<stdout>:)?epoch (\d+)/\d+ \[(\d+)/", output, re.M)
     goes_on = first and (int(first[1]) - 1, int(first[2]) - 1) == following
     return goes_on and re.search(rf"resumed from .*/checkpoint(\.prev)?\.pth {place}", output)
-
-
-def cmdline(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
 
 
 def parent(pid):

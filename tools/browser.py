@@ -38,9 +38,7 @@ class Browser:
         os.close(to_browser)
         os.close(from_browser)
         self.session = None
-        targets = self.call("Target.getTargets")["targetInfos"]
-        target = next(t["targetId"] for t in targets if t["type"] == "page")
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        attached = self.call("Target.attachToTarget", targetId=self.first_page(), flatten=True)
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
@@ -54,6 +52,17 @@ class Browser:
         os.close(self.to_browser)
         os.close(self.from_browser)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def first_page(self):
+        """Its id. A slow browser answers before it has opened it."""
+        until = time.monotonic() + self.seconds
+        while True:
+            for target in self.call("Target.getTargets")["targetInfos"]:
+                if target["type"] == "page":
+                    return target["targetId"]
+            if time.monotonic() > until:
+                raise RuntimeError(f"no page of {EXECUTABLE} in {self.seconds} seconds")
+            time.sleep(0.1)
 
     def call(self, method, **params):
         """The result of a command of Chromium's protocol."""

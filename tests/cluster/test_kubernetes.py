@@ -95,7 +95,7 @@ def test_two_pods_train_are_replaced_and_go_on(work, tmp_path):
         jobs[0] = pods.create(0)
         assert "processes: 2, gloo" in jobs[0].wait_for(STEP)
         terminate(jobs[1])  # it is evicted; the other stops with it
-        output, _ = [jobs[index].finish(1, GRACE) for index in (0, 1)]
+        output, _ = [jobs[index].finish(1, 150) for index in (0, 1)]
         (place,) = re.findall(r"^stopped at (.*), saved: --resume auto goes on$", output, re.M)
         jobs = {index: pods.create(index) for index in (1, 0)}
         output = jobs[0].wait_for(STEP)

@@ -55,7 +55,7 @@ def cluster(tmp_path_factory):
     # It returns, with what a shell needs: no daemon keeps the pipe open that the shell reads.
     start = ["bash", "-c", f'eval "$({CLUSTER} start {folder})" && echo "$SLURM_CONF"']
     try:
-        started = subprocess.run(start, check=True, timeout=150, stdout=subprocess.PIPE, text=True)
+        started = subprocess.run(start, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
         assert started.stdout == f"{folder}/slurm.conf\n"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
@@ -91,7 +91,7 @@ def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_pa
     command = [*srun(*SHAPES[shape]), *FLAGS, "--checkpoint-dir", tmp_path / "c"]
     command += ["--dist-file", tmp_path / "file"] if shape == "a task per GPU" else []
     job = Job(command, work, ONE_THREAD | SLOW)
-    at_step(job, random.randrange(6, 25))
+    at_step(job, random.randrange(6, 15))
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     code, output = job.wait(100)  # looks for leftovers too
     assert code not in (0, 75)
@@ -109,7 +109,7 @@ def test_a_killed_process_ends_the_step_and_the_next_goes_on(shape, work, tmp_pa
 @pytest.mark.parametrize("fault", each(["a stopped process", "a pipe"], by_hand=["a pipe"]))
 def test_a_hang_ends_the_step(fault, work, tmp_path):
     """SIGSTOP, which Slurm does not see; an image that is never read to its end."""
-    flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c", "--dist-timeout", "10"]
+    flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c", "--dist-timeout", "25"]
     flags += ["--data", with_pipes(tmp_path)] if fault == "a pipe" else []
     job = Job(srun("-N2 --gres gpu:1", *flags), work, ONE_THREAD | SLOW)
     if fault == "a stopped process":
@@ -221,7 +221,7 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
     def text():
         return output.read_text() if output.exists() else ""
 
-    def until(reached, seconds=60):
+    def until(reached, seconds=180):
         deadline = time.monotonic() + seconds
         while not reached():
             if time.monotonic() > deadline:
@@ -235,7 +235,8 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
         if state() == "PENDING":
             # No need to wait for two minutes. Nor to come at once: a job that starts within a
             # second of its end fails, "revoked". The delay is set once more as the old run ends.
-            slurm("scontrol", "update", f"jobid={number}", "StartTime=now+3")
+            # It may have begun meanwhile: then there is nothing to set.
+            subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now+3"], timeout=30)
             time.sleep(6)
         return int(restarts[1]) >= count and state() == "RUNNING"
 
@@ -245,7 +246,7 @@ def test_the_job_file_goes_on_after_the_signal_and_after_a_requeue(work, tmp_pat
     until(lambda: re.search(r"resumed from .*(?s:.*)epoch 5/\d+ \[", text()))
     slurm("scontrol", "requeue", number)
     until(lambda: runs_again(2))
-    until(lambda: state() not in ("RUNNING", "COMPLETING"), 90)
+    until(lambda: state() not in ("RUNNING", "COMPLETING"))
     assert state() == "COMPLETED" and not job.pids(), text()
     resumed = re.findall(r"resumed from .* at .*epoch (\d+)", text())
     assert len(resumed) == 2 and int(resumed[0]) >= 2 and int(resumed[1]) >= 4, text()

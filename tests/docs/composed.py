@@ -96,7 +96,7 @@ def started(path, start, ranks=2, env=None):
     ray = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # its own files: their paths must be short
     try:
         job = Job(["env", *command], folder, env | RAY | {"RAY_TMPDIR": ray})
-        code, output = job.wait(300)
+        code, output = job.wait(900)
     finally:
         shutil.rmtree(ray)
     return code == 0, re.sub(r"^\[0\]<stdout>:", "", output, flags=re.M)  # horovodrun's

@@ -17,7 +17,6 @@ import random
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
 import multiprocessing  # noqa: E402
 
 from tests.docs.mutants import assigned_by, heads, mutants, variables_of  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 forks = multiprocessing.get_context("forkserver")
@@ -157,8 +157,7 @@ class Job:
     def __init__(self, words, ranks, folder, env=None, nodes=1, before=""):
         self.output = Path(folder, "output.txt")
         self.output.write_text("")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         known = dict(env or os.environ)
         known |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         local = (ranks or 1) // nodes

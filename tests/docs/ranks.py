@@ -8,7 +8,6 @@ import gc
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,19 +16,19 @@ import pytest
 import torch
 from conftest import ROOT
 
+from tests.ports import free_port
+
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["tests.preloaded"])  # found from the project's root
 
 
-def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=500):
+def run_ranks(script, flags=(), ranks=1, cwd=None, env=None, before="", seconds=1000):
     """(exit codes, output) of processes as torchrun would start them; `before` is run first."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     cwd = Path(cwd or Path(script).parent)
     output = cwd / "output.txt"
     output.write_text("")
     known = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
-    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "CUDA_VISIBLE_DEVICES": ""}
     arguments = [str(word) for word in (script, *flags)]
     processes, deadline = [], time.monotonic() + seconds
     for rank in range(ranks):
@@ -53,7 +52,8 @@ def be_a_rank(arguments, env, cwd, output, before):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)
+    # A line at once, also under PYTHONUNBUFFERED: those of two processes must not be mixed.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     # What the forkserver has imported need not be walked through: that was half of a short run.
     gc.freeze()
     os.environ |= env

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from conftest import PYTHON, ROOT, Job, each, run, torchrun
 from tests.docs.copies import USER, equal, patched
 from tests.docs.ranks import be_a_rank, forks
 from tests.docs.test_docs import anchors
+from tests.ports import free_port
 
 ATTACH = [PYTHON, ROOT / "doctor", "--attach"]
 # Where Yama lets a process be read by its parents alone, these ask to be read.
@@ -41,9 +41,7 @@ def job(folder, text, ranks=2, head=HEAD):
     script, output = folder / "train.py", folder / "output.txt"
     script.write_text(head + text)
     output.write_text("")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    known = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    known = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = []
     for rank in range(ranks):
         env = {name: str(value) for name, value in (known | {"RANK": rank}).items()}

@@ -10,7 +10,6 @@ import re
 import runpy
 import shlex
 import shutil
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +26,7 @@ from common.images import image_folders
 from tests.cluster import test_slurm
 from tests.docs.copies import USER, cached_weights, commands_of, joined
 from tests.docs.ranks import good
+from tests.ports import free_port
 from tests.unit.test_archives import pack
 from tools import generate
 
@@ -217,7 +217,7 @@ def test_first_command(clone, tmp_path):
     """It learns the digits and says what docs/faq.md shows; a second one is refused."""
     folder = tmp_path / "here"
     shutil.copytree(clone, folder, ignore=shutil.ignore_patterns("checkpoints*"))
-    output = run(["./start.sh"], folder, env=ACTIVE, timeout=600)
+    output = run(["./start.sh"], folder, env=ACTIVE, timeout=1000)
     assert result(output)[1] >= 97
 
     def form(line):
@@ -387,8 +387,7 @@ def test_flags_that_torchrun_would_take(capsys, monkeypatch):
 @pytest.mark.full
 def test_two_nodes(clone, tmp_path):
     """The two lines are one run."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     nodes = []
     for command in matching(NODE):
         line = command.replace("HOST", "localhost").replace("node=4", "node=1")

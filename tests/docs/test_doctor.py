@@ -159,8 +159,9 @@ def test_a_loader_without_a_batch_is_no_training(tmp_path):
 def test_what_ended_the_script_is_said_first(tmp_path):
     """The number of mistakes is that of a run that was not seen to its end."""
     output = forked(tmp_path, "import no_such_package\n", code=3)[1]
-    error = "script.py:1  rank 0 failed: ModuleNotFoundError: No module named 'no_such_package'"
-    assert output.index(error) < output.index("it ended with exit code 1")
+    error = r"script\.py:1  rank \d failed: ModuleNotFoundError: No module named 'no_such_package'"
+    found = re.search(error, output)
+    assert found and found.start() < output.index("it ended with exit code 1"), output
     assert output.index("it ended with exit code 1") < output.index(" mistakes: 0, hints: 0")
 
 

@@ -486,7 +486,7 @@ SEEN = {
             (
                 SEEDED,
                 f"flag = torch.zeros(1)\nif rank == 0:\n    dist.send(flag, 1)\n{SAVES}pass\n"
-                f"else:\n    dist.recv(flag, 0)\n    time.sleep(1)\n    {LOADS}",
+                f"else:\n    dist.recv(flag, 0)\n    time.sleep(4)\n    {LOADS}",
             ),
             ("import random\n", "import random\nimport time\n"),
         ],
@@ -512,7 +512,7 @@ SEEN = {
             (
                 SEEDED,
                 f"{STORE}store.set(f'here{{rank}}', '1')\nstore.wait(['here0', 'here1'])\n"
-                f"{SAVES}pass\nelse:\n    time.sleep(1)\n    {LOADS}",
+                f"{SAVES}pass\nelse:\n    time.sleep(4)\n    {LOADS}",
             ),
             ("import random\n", "import random\nimport time\n"),
         ],

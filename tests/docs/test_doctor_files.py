@@ -941,14 +941,14 @@ def test_one_of_the_doctors_processes_is_killed(place, who):
     said, _ = job.communicate(timeout=150)
     assert "put back as before this run: a, b, c" in said
     place.assert_unchanged(said)
-    wait_for(lambda: not processes_of(place), 5)
+    wait_for(lambda: not processes_of(place))
 
 
 @pytest.mark.parametrize("by", ["--restore", "the next start"])
 def test_both_are_killed(place, by):
     job, _ = started(place)
     kill_both(job)
-    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [])
     said = place.restore() if by == "--restore" else place.run("pass")[1]
     assert "an earlier run of the doctor was killed" in said and "ckpt/deep/two" in said, said
     place.assert_unchanged(said)
@@ -960,7 +960,7 @@ def test_a_killed_doctor_of_another_machine_is_left_to_it(place):
     """Whether it lives cannot be known: locks may not be seen here."""
     job, _ = started(place)
     kill_both(job)
-    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [])
     (alive,) = place.state.glob("*/alive-*")
     there = alive.with_name(alive.name.partition("@")[0] + "@of-its-own@node7")
     alive.rename(there)
@@ -1033,7 +1033,7 @@ def test_a_killed_run_is_never_put_over_a_newer_file(place):
     """The user trains for real before the doctor starts again."""
     job, _ = started(place)
     kill_both(job)
-    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [])
     time.sleep(4)
     for name in ("a", "out/x"):
         (place.path / name).write_text("trained for real")
@@ -1072,7 +1072,7 @@ def test_another_doctor_has_put_it_back(tmp_path):
 def test_a_cut_line_of_the_journal(place):
     job, _ = started(place)
     kill_both(job)
-    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [], 5)
+    wait_for(lambda: [p for p in processes_of(place) if "sleep" not in p] == [])
     (journal,) = place.state.glob("*/journal")
     with journal.open("a") as file:
         file.write('{"do": "keep", "path": "/x')
@@ -1087,8 +1087,8 @@ def test_somebody_else_writes_during_the_run(place):
         HEAD
         + """
 open("a", "w").write("new"); open("b", "w").write("new"); open("out", "w").write("new")
-os.mkdir("dir"); open("dir/x", "w").write("new"); time.sleep(2.2)
-print("ready", os.getpid(), flush=True); time.sleep(2)
+os.mkdir("dir"); open("dir/x", "w").write("new"); time.sleep(4)
+print("ready", os.getpid(), flush=True); time.sleep(4)
 open("b", "w").write("newer")
 """
     )

@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 
 import pytest
 from conftest import PYTHON, ROOT, run
 
+from tests import ports
 from tests.docs.copies import USER
 from tests.docs.doctors import looked_at
 from tests.docs.mutant_runs import diagnosed
@@ -108,8 +108,7 @@ def test_processes_whose_numbers_are_known_elsewhere_alone(tmp_path, free_port):
 
 @pytest.fixture
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    return ports.free_port()
 
 
 @pytest.mark.full
@@ -279,7 +278,7 @@ if __name__ == "__main__":
     optimizer.step()
     kind = AsyncCheckpointerType.PROCESS
     dcp.async_save(model.state_dict(), checkpoint_id="a", async_checkpointer_type=kind).result()
-    print("saved")
+    print("saved\\n", end="")  # in one piece: the other rank prints too
     dist.destroy_process_group()
 """
 

@@ -153,7 +153,7 @@ def test_what_a_launcher_leaves_that_is_killed(name, tmp_path):
         job.wait_for("epoch 9:")
         assert len([pid for pid in job.pids() if "minimal/" in cmdline(pid)]) == 2
         job.kill()
-    code, _ = job.wait(20)  # fails if a process is left
+    code, _ = job.wait(60)  # fails if a process is left
     assert code == -signal.SIGKILL
 
 

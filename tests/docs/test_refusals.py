@@ -32,7 +32,7 @@ def test_what_mp_spawn_started_ends_with_it(number, ignored, tmp_path):
     """Its loaders' workers too, and where SIGINT is ignored, as in a shell's background job."""
     path = write(tmp_path, "spawn", features=["workers"], epochs=500)
     job = Job(["env", *ignored, PYTHON, path], tmp_path)
-    job.wait_for("epoch 0:")  # both loaders have their workers
+    job.wait_for("epoch 0:", timeout=600)  # both loaders have their workers
     ranks = [pid for pid in job.pids() if parent_of(pid) == job.process.pid]
     ranks = {pid for pid in ranks if "resource_tracker" not in cmdline(pid)}
     os.kill(job.process.pid, number)
@@ -40,7 +40,7 @@ def test_what_mp_spawn_started_ends_with_it(number, ignored, tmp_path):
     while (left := ranks & {*job.pids()}) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(ranks) == 2 and not left
-    code, _ = job.wait(60)  # fails if a process is left; a worker looks every 5 seconds
+    code, _ = job.wait(150)  # fails if a process is left; a worker looks every 5 seconds
     assert code == -number
 
 

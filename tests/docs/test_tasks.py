@@ -46,7 +46,8 @@ def test_the_command_learns(name, tmp_path):
     epochs, form, good_enough, file = LEARNT[name]
     (tmp_path / "minimal").symlink_to(ROOT / "minimal")
     (command,) = commands_of((ROOT / f"minimal/{name}.py").read_text())
-    output = run(["env", *command.split()], tmp_path, env=USER | {"OMP_NUM_THREADS": "1"})
+    env = USER | {"OMP_NUM_THREADS": "1"}
+    output = run(["env", *command.split()], tmp_path, timeout=900, env=env)
     lines = [re.fullmatch(rf"epoch (\d+): {form}", line) for line in output.splitlines()]
     assert all(lines) and [int(line[1]) for line in lines] == [*range(epochs)], output
     assert good_enough(float(lines[-1][2])) and not good_enough(float(lines[0][2]))

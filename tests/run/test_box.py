@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import socket
 import sys
 import time
 from statistics import median
@@ -18,8 +17,9 @@ from benchmarks import predict as benchmark
 from tests.docs.copies import joined
 from tests.hosts import needs_hosts
 from tests.launched import IN_ROOT
+from tests.ports import free_port
 
-# A model of the user's own and a loader of 200 batches a second, in a file beside the script.
+# A model of the user's own and a loader of 20 batches a second, in a file beside the script.
 MINE = """
 import time, torch
 
@@ -29,7 +29,7 @@ def model():
 
 def batches():
     while True:
-        time.sleep(0.01)
+        time.sleep(0.05)
         yield torch.zeros(8, 3), torch.zeros(8)
 """
 
@@ -42,8 +42,7 @@ def page_commands():
 
 def smaller(command):
     """It as one node with two processes, and a small model."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = command.replace("HOST:29400", f"localhost:{port}").replace("--nnodes=2", "--nnodes=1")
     command = command.replace("node=8", "node=2").replace("--arch resnet50", "--model mine:model")
     return shlex.split(f"{command} --batches mine:batches" if "--measure" in command else command)
@@ -58,8 +57,8 @@ def test_it_measures(tmp_path):
     assert "written: net.json" in run(launcher, tmp_path, env=ONE_THREAD)
     values = json.loads((tmp_path / "net.json").read_text())["measured"]
     assert values["weights"] == 64 * 1000 + 1000 + 10000 + 10 and values["backend"] == "gloo"
-    # 8 images in each 10 ms and a little more, in two processes.
-    assert 800 < values["loader"] < 1600
+    # 8 images in each 50 ms and a little more, in two processes.
+    assert 160 < values["loader"] < 320
     assert all(values[name] > 0 for name in ("within_gbit", "forward_s", "backward_s"))
     sizes, shares = zip(*values["ready"], strict=True)
     assert sum(sizes) == 4 * values["weights"] and list(shares) == sorted(shares)
@@ -68,7 +67,7 @@ def test_it_measures(tmp_path):
 
 
 def exchange(rank, connection):
-    """Sends rank 0's connection the seconds of an all_reduce of a number, the median of 9."""
+    """Sends rank 0's connection the seconds of each of 9 all_reduces of a number."""
     dist.init_process_group("gloo")
     times = []
     for _ in range(10):
@@ -76,7 +75,7 @@ def exchange(rank, connection):
         dist.all_reduce(torch.zeros(1))
         times.append(time.perf_counter() - start)
     if rank == 0:
-        connection.send(median(times[1:]))
+        connection.send(times[1:])
     time.sleep(60)  # until it is killed
 
 
@@ -84,9 +83,9 @@ def exchange(rank, connection):
 def test_the_box_delays_what_is_sent():
     """20 ms each way: an all_reduce of two has two steps."""
     with box.Box(2, 100, latency=20) as far, box.Ranks(far, 1, exchange) as ranks:
-        slow = ranks.answer(60)
+        slow = median(ranks.answer(60))
     with box.Box(2, 100) as near, box.Ranks(near, 1, exchange) as ranks:
-        assert slow >= 0.04 and ranks.answer(60) < slow
+        assert slow >= 0.04 and min(ranks.answer(60)) < slow
 
 
 @needs_hosts
@@ -94,7 +93,8 @@ def test_the_box_delays_what_is_sent():
 def test_predictions_hold(alone, tmp_path):
     """Of six settings, from what is measured in another one; what is written says so.
 
-    Beside other tests a run is slower than predicted, never faster. By hand, alone, it is neither.
+    Beside other tests a run may be slower than predicted, and faster where what was measured was
+    the one disturbed. By hand, alone, it is neither.
     """
     words = ["-m", "benchmarks.predict", "--quick", "--out", tmp_path]
     output = run([PYTHON, *words], tmp_path, timeout=500, env=IN_ROOT | ONE_THREAD)
@@ -102,8 +102,9 @@ def test_predictions_hold(alone, tmp_path):
     names = [job.name for job in benchmark.quick()]
     assert [row["name"] for row in rows] == names and not any(row["fitted"] for row in rows)
     errors = [row["error"] for row in rows]  # above 0: it was slower than predicted
-    assert min(errors) > -0.3, output
+    assert min(errors) > -0.9, output
     if alone:
+        assert min(errors) > -0.3, output
         # Beside others the box's own network may be slower than its slow node.
         assert {row["limit"] for row in rows} >= {"network", "loader", "slow node"}
         assert median(map(abs, errors)) < 0.1 and max(errors) < 0.3, output

@@ -33,13 +33,13 @@ def parts_in(folder):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2200)
 def test_all_parts_at_a_small_size(work, tmp_path):
     shutil.copytree(work / "data", tmp_path / "data")
     words = [*NO_NETWORK, *command("gpu_hour", "--small", "--out", "out")]
     # Two parts compile the same model: g++ is called once for both.
     env = IN_ROOT | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
-    output = run(words, tmp_path, 1000, env=env)
+    output = run(words, tmp_path, 2000, env=env)
     parts = parts_in(tmp_path / "out")
     limits = [part["limit"] for part in parts.values()]
     assert max(limits) < 10 * 60 and sum(limits) <= 49 * 60  # as docs/measured.md says
@@ -119,7 +119,7 @@ def start(parts, folder, *flags):
 @pytest.mark.full
 def test_a_part_that_fails_or_is_late_leaves_the_others(tmp_path):
     """And what was measured stays, whatever a later call does."""
-    three = {"facts": (60, "fails"), "steps": (2, "late"), "tests": (60, "good")}
+    three = {"facts": (60, "fails"), "steps": (15, "late"), "tests": (60, "good")}
     output = start(three, tmp_path).finish(code=1)  # fails if a process is left
     assert "tests: done, 1 passed, 1 failed, " in output
     assert output.endswith("failed: facts, steps\n") and (tmp_path / "detached").exists()
@@ -148,7 +148,7 @@ def test_a_part_that_fails_or_is_late_leaves_the_others(tmp_path):
 @pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), full(signal.SIGTERM, 143)])
 def test_ended_it_leaves_no_process(number, code, tmp_path):
     job = start({"steps": (1000, "late")}, tmp_path)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (tmp_path / "detached").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)

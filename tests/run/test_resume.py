@@ -11,6 +11,7 @@ from conftest import HOROVODRUN, ONE_THREAD, Job, assert_close, each, load, rows
 from tests.launched import (
     FLAGS,
     SCRIPTS,
+    SLOWER,
     SMOOTH,
     at_step,
     ends_as_straight,
@@ -40,18 +41,18 @@ def test_killed_and_resumed_is_straight_through(name, work, tmp_path):
     FSDP's launcher is that of distributed.py, and nn.DataParallel has none: one kill.
     """
     folder = tmp_path / "c"
-    job = start(name, folder, work)
-    at_step(job, random.randrange(6, 12))
+    job = start(name, folder, work, env=SLOWER)
+    at_step(job, random.randrange(6, 9))
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     assert job.wait(60)[0] != 0  # it fails for a process that is left
     first = load(folder)
     assert (first["epoch"], first["step"]) >= (0, 5)
 
     if name not in ("dataparallel", "fsdp"):
-        job = start(name, folder, work, "--resume", "auto")
-        output = at_step(job, random.randrange(17, 23))
+        job = start(name, folder, work, "--resume", "auto", env=SLOWER)
+        output = at_step(job, random.randrange(17, 20))
+        job.process.kill()
         assert resumed_where_it_stood(output, first), output
-        os.kill(processes(job)[0], signal.SIGKILL)
         job.wait(60)
         second = load(folder)
         assert second["epoch"] == 0 and second["step"] > first["step"]
@@ -65,7 +66,7 @@ def test_killed_and_resumed_is_straight_through(name, work, tmp_path):
 def test_a_folder_has_one_run_until_that_is_killed(work, tmp_path):
     """In the second epoch, with two workers. A run that is done says so, and writes nothing."""
     folder = tmp_path / "c"
-    job = start("alone", folder, work, "-j", "2")
+    job = start("alone", folder, work, "-j", "2", env=SLOWER)
     at_step(job, 3, epoch=2)
     job.process.send_signal(signal.SIGSTOP)
     again = start("alone", folder, work, "--resume", "auto")  # as after a requeue
@@ -106,8 +107,8 @@ def test_a_checkpoint_goes_through_all_scripts(work, tmp_path):
 @pytest.mark.full
 def test_torchrun_restarts_a_killed_worker_by_itself(work, tmp_path):
     command = [*torchrun(2, "distributed.py", "--max-restarts=3"), *FLAGS, "--resume", "auto"]
-    env = ONE_THREAD | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as in docs/recovery.md
-    job = Job([*command, "--checkpoint-dir", tmp_path / "c"], work, env)
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as in docs/recovery.md
+    job = Job([*command, "--checkpoint-dir", tmp_path / "c"], work, ONE_THREAD | SLOWER | env)
     at_step(job, 13)
     os.kill(processes(job)[1][-1], signal.SIGKILL)
     output = job.finish()

@@ -66,7 +66,7 @@ def test_the_unit_tests():
         env=without_launchers(os.environ),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1100,
     )
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert "assert statements are not executed" in ended.stdout  # pytest's own warning of -O

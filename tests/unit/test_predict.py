@@ -447,6 +447,7 @@ def test_a_network_is_measured_by_a_ring(monkeypatch):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     monkeypatch.setattr(predict, "net_and_loss", lambda *_: (None, None))
+    monkeypatch.setattr(predict.time, "sleep", lambda _: None)  # as the second process of a node
     seen = []
 
     def init_process_group(backend):

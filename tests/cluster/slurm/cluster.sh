@@ -136,7 +136,7 @@ for node in n1 n2; do
         mount --bind '$dir/hosts' /etc/hosts && hostname $node
         exec slurmd -f '$SLURM_CONF' -N $node"
 done
-for _ in {1..100}; do
+for _ in {1..400}; do
     [ "$(sinfo --noheader --nodes n1,n2 --format %T --states idle -N | wc -l)" = 2 ] && break
     sleep 0.2
 done
