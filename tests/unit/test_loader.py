@@ -365,4 +365,6 @@ def test_workers_are_forked_before_gloo_has_threads(tmp_path, monkeypatch):
         Image.new("RGB", (24, 24)).save(tmp_path / "data" / name / "x.png")
     monkeypatch.setattr(os, "environ", without_launchers(os.environ) | {"OMP_NUM_THREADS": "1"})
     monkeypatch.chdir(ROOT)
-    assert Child(FORKS.replace("{root}", str(tmp_path))).wait() == (0, "fork\nfork\nmeet\n")
+    code, output = Child(FORKS.replace("{root}", str(tmp_path))).wait()
+    # Between them nvImageCodec says what it does not find, where it is loaded first.
+    assert (code, re.findall("^(?:fork|meet)$", output, re.M)) == (0, ["fork", "fork", "meet"])
