@@ -217,7 +217,7 @@ def divide(net, device, args):
     """A copy of it: a process keeps its shard of each block, and gathers a block to compute it."""
     model = copy.deepcopy(net).to(memory_format=torch.contiguous_format)  # FSDP takes no other
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model
-    # The group that exists: one made for it may be NCCL's, whatever --backend says.
+    # Of the default group: a mesh with a group of its own may use NCCL, whatever --backend says.
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     policy = precision_policy(net, DTYPES[args.precision])
     for block in [*blocks(model), model]:  # the model last: it takes what is in no block

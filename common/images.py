@@ -221,8 +221,8 @@ class RandomCrop:
 
 def centre_crop(image, size):
     """The middle [3, size, size] of the image, after its shorter side became size * 256 / 224."""
-    if max(image.shape) > (most := 4 * min(image.shape[1:])):
-        # The middle first: of a strip, 16 x 20000, the resized image would take half a gigabyte.
+    most = 4 * min(image.shape[1:])
+    if max(image.shape) > most:  # a strip of 16 x 20000, resized, would take half a gigabyte
         image = F.center_crop(image, [min(side, most) for side in image.shape[1:]])
     return F.center_crop(F.resize(image, [size * 256 // 224], antialias=True), [size, size])
 

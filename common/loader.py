@@ -128,7 +128,7 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
         loader.batch_sampler.sampler = sampler
         # They ignore SIGTERM, with which multiprocessing would end them at the interpreter's exit,
         # and then wait for ever. This runs before.
-        atexit.register(_kill, weakref.WeakSet(iterator._workers))  # not those of a loader gone
+        atexit.register(_kill, weakref.WeakSet(iterator._workers))  # they go with their loader
     return loader
 
 

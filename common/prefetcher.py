@@ -17,7 +17,7 @@ class Prefetcher:
     but the first item of a tuple or list: the first is the input, the others are targets, such as
     masks. This is the only place where images are normalised. On a GPU both run on a side stream,
     while the GPU still computes the step before: they cost no time as long as they are shorter than
-    a step. One iteration at a time, for workers read one epoch: RuntimeError in the one before.
+    a step. A new iteration ends the one before (RuntimeError): workers read one epoch at a time.
     """
 
     def __init__(self, loader, device):
@@ -50,7 +50,7 @@ class Prefetcher:
                 for tensor in filter(torch.is_tensor, tree_leaves(batch)):
                     tensor.record_stream(current)
             yield batch
-        raise RuntimeError("another iteration over these batches has begun: end this one first")
+        raise RuntimeError("a new iteration began before this one ended: make a loader for each")
 
     def _load(self, batch):
         leaves, form = tree_flatten(batch)

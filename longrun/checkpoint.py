@@ -172,7 +172,8 @@ class Checkpoints:
         """
         for weight, state in self.optimizer.state.items():
             for name, value in state.items():
-                if torch.is_tensor(value) and value.shape == weight.shape:
+                alike = torch.is_tensor(value) and value.shape == weight.shape
+                if alike and value.stride() != weight.stride():
                     state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
     def _optimizer_type(self):

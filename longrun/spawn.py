@@ -34,7 +34,8 @@ def supervise(context, rank=0):
     """Wait for all children, pass signals on to them; returns the exit code of one that failed.
 
     When one fails the others have three seconds to end by themselves. Those that a signal has
-    killed are named, and the exit code is then 1. `rank`: the first child's.
+    killed are named, and the exit code is then 1. `rank`: the first child's. Afterwards the parent
+    ignores signals: what follows is its exit.
     """
 
     def pass_on(number, frame):  # each stops by itself, where all can
@@ -60,8 +61,8 @@ def supervise(context, rank=0):
             print(f"rank {rank + index} failed: killed by {name}", file=sys.stderr, flush=True)
         return 1 if killed else max(error.exit_code, 1)
     finally:
-        # One that comes from here on could only hide the exit code: Python gives up its handlers
-        # long before the process ends, and `srun -K` sends SIGTERM as soon as another task ended.
+        # A signal from here on could only hide the exit code: Python gives up its handlers long
+        # before the process ends, and `srun -K` sends SIGTERM as soon as another task has ended.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     return 0
