@@ -2,6 +2,7 @@
 
 The script as it is must not show it; or, where the mistake is in lines that the diff adds, the copy
 with the right line. Every copy has the same probe, for a process prints little of what it did.
+Where one run is enough for the doctor, it looks at this one, and names the mistake and its line.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, each
 from sklearn.datasets import load_digits
 from sklearn.metrics import f1_score
 from torch.utils.data import DistributedSampler
@@ -20,9 +21,10 @@ from torch.utils.data import DistributedSampler
 from minimal import one_gpu
 from tests.docs import test_beyond, test_pretrained, test_stream
 from tests.docs.copies import accuracy, edited, patched, predicted, validation_set
+from tests.docs.doctors import named, recorded
 from tests.docs.ranks import run_ranks
+from tests.docs.test_doctor import IN_ONE_RUN, NAMED, heading_of
 
-pytestmark = pytest.mark.full  # two minutes for all of them
 # The probe, what is added below a line: what each process read, computed and ended with.
 PROBE = {
     "import os": "import datetime\nimport itertools\nimport multiprocessing\nimport time",
@@ -51,6 +53,7 @@ class Run(NamedTuple):
     codes: list
     output: str
     folder: Path
+    found: tuple = ()  # by the doctor: [(Finding, what stands in its line)]
 
     def failed(self, said):
         """Whether it has; in this way, then."""
@@ -133,13 +136,14 @@ def dice(output, target):
     return 1 - (2 * (scores * truth).sum(dim=0) / (scores + truth).sum(dim=0)).mean()
 
 
-def mistake(symptom, *edits, mended=None, **how):
+def mistake(symptom, *edits, mended=None, also=(), **how):
     """What is true of a run with the mistake, and of no run with the right lines.
 
     edits: of both scripts, the wrong one and the right one; how: they are run. mended: where the
-    mistake is in what the diff adds, a text of it and the right one.
+    mistake is in what the diff adds, a text of it and the right one. also: what the doctor finds in
+    the edits.
     """
-    return symptom, edits, mended, how
+    return symptom, edits, mended, also, how
 
 
 # As if each process had a machine of its own.
@@ -221,7 +225,10 @@ MISTAKES = {
         epochs=1,
     ),
     "split_per_process": mistake(lambda run: run.images("seen") & run.images("validated")),
-    "same_seed": mistake(lambda run: len({number.item() for number in run.ranks("random")}) == 1),
+    "same_seed": mistake(
+        lambda run: len({number.item() for number in run.ranks("random")}) == 1,
+        ("nn.ReLU()", "nn.Dropout()"),  # where no step draws a number, the seed does not matter
+    ),
     "net_in_training": mistake(Run.weights_differ),
     "no_sync_off_by_one": mistake(Run.weights_differ, mended=("= i == 2", "= i == 1")),
     "no_sync_around_backward": mistake(Run.weights_differ, mended=(PART + FLAG, FLAG + PART)),
@@ -257,6 +264,7 @@ MISTAKES = {
     "schedule_of_one_gpu": mistake(
         lambda run: run.ranks("state")[0]["rates"][-1] > 0.02,
         mended=("len(train_set) // train_loader.batch_size", "len(train_loader)"),
+        epochs=5,
     ),
     "longer_schedule": mistake(
         lambda run: run.ranks("state")[0]["rates"][-1] > 0.02,
@@ -280,7 +288,10 @@ MISTAKES = {
     "f1_per_process": mistake(
         lambda run: f1_of_saved(run) not in run.output, mended=(F1, TABLE), epochs=1
     ),
-    "no_all_reduce": mistake(lambda run: max(run.accuracies()) < 50.2),  # of one process, of all
+    "no_all_reduce": mistake(
+        lambda run: max(run.accuracies()) < 50.2,  # of one process, of all
+        probed=False,  # to the doctor a file of each process may be how they add up
+    ),
     "validation_not_shared": mistake(lambda run: min(run.accuracies()) > 100),
     "own_batchnorm": mistake(lambda run: {"0.1.running_mean", "0.1.running_var"} & run.differing()),
     # Files and lines.
@@ -288,6 +299,7 @@ MISTAKES = {
         lambda run: run.failed(r'torch\.load\("digits\.pth"'),
         (SAVE, "often(net)"),
         ("def main():", OFTEN),
+        also=["read-before-rank-0-has-saved"],  # it loads what the other writes
     ),
     "no_barrier_after_save": mistake(
         Run.weights_differ,
@@ -333,33 +345,45 @@ MISTAKES = {
 def trained(tmp_path_factory):
     """A function: the Run of a mistake, or of the right script, each done once.
 
-    resumed: there is a digits.pth to begin with; again: it is started again, for one more epoch.
+    resumed: there is a digits.pth to begin with; again: it is started again, for one more epoch;
+    probed: with the probe; seen: the doctor looks at it.
     """
 
     @cache
-    def once(name=None, *edits, ranks=2, epochs=2, resumed=False, again=False):
+    def once(
+        name=None, *edits, ranks=2, epochs=2, resumed=False, again=False, probed=True, seen=False
+    ):
         folder = tmp_path_factory.mktemp(name or "right")
         script = Path(shutil.copy(ROOT / "minimal/distributed.py", folder / "script.py"))
         assert not name or patched(script, f"bugs/{name}.diff")
         if resumed:
             shutil.copy(once().folder / "digits.pth", folder)
         probe = [(f"\n{line}\n", f"\n{line}\n{more}\n") for line, more in PROBE.items()]
-        text = edited(script.read_text(), [*probe, *edits])
+        text = edited(script.read_text(), [*(probe if probed else []), *edits])
         script.write_text(edited(text, [("EPOCHS = 5", f"EPOCHS = {epochs}")]))
         if again:
             run_ranks(script, ranks=ranks)
             script.write_text(edited(text, [("EPOCHS = 5", f"EPOCHS = {epochs + 1}")]))
+        if seen:
+            codes, output, runs = recorded(script)
+            return Run(codes, output, folder, named(runs, script))
         return Run(*run_ranks(script, ranks=ranks), folder)
 
     return once
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_the_mistake_has_its_symptom(name, trained):
-    symptom, edits, mended, how = MISTAKES[name]
-    assert symptom(trained(name, *edits, **how))
+@pytest.mark.parametrize("name", each(MISTAKES, IN_ONE_RUN[::3]))
+def test_the_mistake_has_its_symptom_and_its_finding(name, trained):
+    symptom, edits, mended, also, how = MISTAKES[name]
+    seen = name in IN_ONE_RUN
+    run = trained(name, *edits, **how, seen=seen)
+    assert symptom(run)
+    if seen:
+        assert [one.place for one, _ in run.found] == [heading_of(name), *also], run
+        assert NAMED[name][0] in run.found[0][1], run.found
     right = [name, mended] if mended else [None]
-    assert not symptom(trained(*right, *edits, **how))
+    run = trained(*right, *edits, **how, seen=seen)
+    assert not symptom(run) and not run.found, run.found
 
 
 def test_no_sync_around_backward_alone_changes_nothing(trained):

@@ -32,8 +32,15 @@ def start(command, folder):
         shutil.rmtree(ray)
 
 
+@pytest.fixture(scope="module")
+def weights_of_ddp(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    good(shutil.copy(ROOT / "minimal/distributed.py", folder), ranks=2)
+    return torch.load(folder / "digits.pth", weights_only=True)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_trains(name, tmp_path):
+def test_trains(name, weights_of_ddp, tmp_path):
     """What it says of the last epoch is true of the file, to an image. Ray prints lines twice.
 
     Fabric's and Ray's weights are those of DDP. One test: to start Ray takes half a minute.
@@ -45,8 +52,7 @@ def test_trains(name, tmp_path):
     assert list(said) == ["0", "1", "2", "3", "4"] and float(said["4"]) >= 95
     assert said["4"] == accuracy(weights)
     if name not in ("with_accelerate", "with_trainer"):
-        good(shutil.copy(ROOT / "minimal/distributed.py", tmp_path), ranks=2)
-        assert equal(weights, torch.load(tmp_path / "digits.pth", weights_only=True))
+        assert equal(weights, weights_of_ddp)
 
 
 @pytest.fixture(scope="module")

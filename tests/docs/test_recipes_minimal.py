@@ -190,8 +190,6 @@ KILLED = {
     "where, others, die, epochs",
     [
         ("in an epoch", "", 1, 3),
-        ("in a save", "", 1, 3),
-        ("in an epoch", "schedule f1", 1, 3),
         ("in a save", "schedule f1", 1, 3),
         ("in an epoch", "f1 early_stopping", 3, 4),
     ],

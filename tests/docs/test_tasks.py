@@ -160,12 +160,19 @@ KILLED = {
 }
 
 
+@pytest.fixture(scope="module")
+def straight_gan(tmp_path_factory):
+    """(the script, its output)."""
+    script = make("gan", tmp_path_factory.mktemp("straight") / "here", epochs=4)
+    return script, good(script, ranks=2)
+
+
 @pytest.mark.parametrize("where", KILLED)
-def test_a_killed_gan_ends_as_a_straight_one(where, tmp_path):
+def test_a_killed_gan_ends_as_a_straight_one(where, straight_gan, tmp_path):
     """Both models, both optimizers and the average, to the bit."""
     old, new, expected = KILLED[where]
-    whole, killed = (make("gan", tmp_path / x, (old, new), epochs=4) for x in "ab")
-    straight = good(whole, ranks=2)
+    whole, straight = straight_gan
+    killed = make("gan", tmp_path / "here", (old, new), epochs=4)
     codes, output = run_ranks(killed, ranks=2, env={"DIE": 2})
     assert codes == expected, output
     assert load(killed, "gan.pth")["epoch"] == 2

@@ -162,7 +162,9 @@ def test_a_stop_an_error_and_a_resume(terminal, tmp_path):
     lines = run.read()
     assert run.process.returncode == 1
     (error, *_, repeated) = [line for line in lines if "holds a run" in line]
-    assert error.startswith("error: ") and repeated.strip() == f"traceback : {error}"
+    assert error.startswith(f"error: {tmp_path}/c holds a run (checkpoint.pth): ")
+    assert "--resume auto" in error and "--checkpoint-dir" in error
+    assert repeated.strip() == f"traceback : {error}"
     below = lines[lines.index(repeated) :]
     assert sum(1 + len(line) // 120 for line in below) < 24  # it is on the screen
     assert f"\r\x1b[K{error}".encode() in run.raw

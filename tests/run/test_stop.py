@@ -13,7 +13,7 @@ from tests.launched import FLAGS, SCRIPTS, SLOW, SLOWER, at_step, ends_as_straig
 
 SIGNALS = {
     # who gets it, which signal, and the exit code of what the user has started
-    "one rank": ("distributed", "rank", signal.SIGTERM, [1]),
+    "one rank": ("distributed", "rank", signal.SIGUSR1, [1]),
     "one rank of Apex": ("apex", "rank", signal.SIGUSR1, [1]),
     "one rank of FSDP": ("fsdp", "rank", signal.SIGHUP, [1]),
     "one rank of Horovod": ("horovod", "rank", signal.SIGTERM, [1]),
