@@ -260,11 +260,9 @@ def with_imports(text, changes):
 
     Not by patch: two recipes may change the same line, or lines next to each other.
     """
-    lines = text.splitlines()
-    first = next(n for n, line in enumerate(lines) if IMPORT.match(line))
-    rest = next(n for n in range(first, len(lines)) if not IMPORT.match(lines[n] or "import "))
+    before, there, rest = around_imports(text)
     imported = {}  # the line up to its names, "from math import ": its names, or "" for none
-    for line in [*filter(None, lines[first:rest]), *changes]:
+    for line in [*filter(None, there), *changes]:
         sign, start, names = IMPORT.match(line).groups()
         names, start = ({*names.split(", ")}, start) if "from" in start else ({""}, start + names)
         others = imported.get(start, set()) - names
@@ -276,7 +274,15 @@ def with_imports(text, changes):
         classes_first = sorted(imported[start], key=lambda name: (name.islower(), name))
         group += [start + ", ".join(classes_first)] * bool(classes_first)
     block = "\n\n".join("\n".join(group) for group in groups)
-    return "\n".join([*lines[:first], block, "", *lines[rest:]]) + "\n"
+    return "\n".join([*before, block, "", *rest]) + "\n"
+
+
+def around_imports(text):
+    """The lines of a script before its imports, those of its imports, and the rest."""
+    lines = text.splitlines()
+    first = next((n for n, line in enumerate(lines) if IMPORT.match(line)), 0)
+    rest = next(n for n in range(first, len(lines)) if not IMPORT.match(lines[n] or "import "))
+    return lines[:first], lines[first:rest], lines[rest:]
 
 
 def main():

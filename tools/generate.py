@@ -103,7 +103,7 @@ def moved(name, written, script):
     """A diff of an older script, made to fit today's: a merge of what both have changed since.
 
     The older script is the newest committed one that the diff fits. Exits where there is none, and
-    where both have changed the same lines, or lines side by side.
+    where both have changed the same lines, or lines side by side; imports may be any lines.
     """
     now = (ROOT / script).read_text()
     by_hand = f"change a copy of it, then diff -U3 --label {script} --label {script} {script} COPY"
@@ -112,11 +112,24 @@ def moved(name, written, script):
     for commit in commits.stdout.decode().split():
         shown = subprocess.run([*git, "show", f"{commit}:{script}"], capture_output=True, text=True)
         if after := applied(shown.stdout, written):
-            merged = in_files(["git", "merge-file", "-p", "-q"], now, shown.stdout, after)
-            if merged.returncode == 0:
-                return unified(now, merged.stdout, written)
+            if text := merged(now, shown.stdout, after):
+                return unified(now, text, written)
             sys.exit(f"error: {script} has changed beside lines of {name}: {by_hand} > {name}")
     sys.exit(f"error: {name} fits neither {script} nor an older one: {by_hand} > {name}")
+
+
+def merged(now, old, after):
+    """A script's text `now` with what differs in `old` and `after`; None if that does not fit."""
+    there = [compose.around_imports(text)[1] for text in (old, after)]
+    changes = [f"-{line}" for line in there[0] if line not in there[1]]
+    changes += [f"+{line}" for line in there[1] if line not in there[0]]
+    mine = compose.with_imports(now, changes) if changes else now
+    # Imports are a set: with the same ones in all three there is nothing to merge in them.
+    imports = compose.around_imports(mine)[1]
+    parts = [compose.around_imports(text) for text in (mine, old, after)]
+    texts = ["\n".join([*before, *imports, *rest]) + "\n" for before, _, rest in parts]
+    made = in_files(["git", "merge-file", "-p", "-q"], *texts)
+    return None if made.returncode else made.stdout
 
 
 def unified(old, new, written):

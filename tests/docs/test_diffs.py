@@ -160,6 +160,28 @@ def test_a_change_elsewhere_moves_written_diffs(project):
 
 
 @pytest.mark.parametrize(
+    "line, other",
+    [
+        ("import math\n", "import itertools\nimport math\n"),
+        ("import cross_entropy\n", "import cross_entropy, softmax\n"),
+        ("import image_folders\n", "import ImageFolder, image_folders\n"),
+        ("import own_cores, set_up_device\n", "import set_up_device\n"),
+    ],
+)
+def test_a_change_of_imports_moves_each_recipe(line, other):
+    """Whatever line of imports a recipe changes, or adds beside it."""
+    old = (ROOT / "distributed.py").read_text()
+    now = old.replace(line, other)
+    assert now != old
+    for path in (ROOT / "recipes").glob("*.diff"):
+        written = path.read_text()
+        if generate.changes(written) == "distributed.py":
+            text = generate.merged(now, old, generate.applied(old, written))
+            ast.parse(text)
+            assert generate.applied(now, generate.unified(now, text, written)) == text, path.name
+
+
+@pytest.mark.parametrize(
     "file, line, message",
     [
         ("recipes/a.diff", "-line 20\n", r"recipes/a\.diff fits neither"),
