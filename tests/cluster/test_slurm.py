@@ -19,11 +19,13 @@ from conftest import (
     ROOT,
     Job,
     each,
+    full,
     last_result,
     load,
     rows,
     run,
     same_state,
+    soak,
 )
 
 from tests.docs.copies import joined
@@ -120,13 +122,12 @@ def test_a_hang_ends_the_step(fault, work, tmp_path):
     assert code == 1 or (fault == "a stopped process" and code == 137), output  # killed, or awake
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [soak(1), full(2)])
 def test_sigusr1_to_srun_saves_and_ends_all(processes, work, tmp_path):
     """Not SIGTERM: for that srun kills the tasks at once. distributed.py goes on.
 
     With two processes a task is their parent too. srun -K ends the step with the first task, and
-    sends SIGTERM to the other one, which may still be on its way out.
+    sends SIGTERM to the other one, which may still be on its way out. The job file has one.
     """
     flags = [*FLAGS, "--checkpoint-dir", tmp_path / "c", "--nprocs", processes]
     job = Job(srun("-N2 --gres gpu:1", *flags), work, ONE_THREAD | SLOW)
