@@ -38,7 +38,9 @@ def write(folder, start, data="digits", features=(), epochs=2, edits=(), dying=F
     text = re.sub(r"^EPOCHS = \d+", f"EPOCHS = {epochs}", text, flags=re.M)
     if data == "images":  # smaller ones, and a smaller model
         text = (
-            text.replace("resnet50", "resnet18").replace("(224)", "(32)").replace("(256)", "(32)")
+            text.replace("resnet50", "shufflenet_v2_x0_5")
+            .replace("(224)", "(32)")
+            .replace("(256)", "(32)")
         )
         text = re.sub(r"^BATCH_SIZE = \d+", "BATCH_SIZE = 16", text, flags=re.M)
         text = text.replace("lr=0.1, ", "lr=0.01, ")  # or so small a batch may end in NaN
