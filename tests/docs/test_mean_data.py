@@ -238,7 +238,9 @@ def prepared(folder, case):
     if case.data == "images":
         folders(folder, case)
         small = "nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(1800, classes)"
-        text = text.replace("models.resnet18(num_classes=classes)", f"nn.Sequential({small})")
+        model = r"models\.\w+\(num_classes=classes\)"
+        text, count = re.subn(model, f"nn.Sequential({small})", text)
+        assert count == 1
         text = re.sub(r"\[(\w+)\.layer1, .*\]", r"[\1]", text)
         text = re.sub(
             r"(random_crop|center) = .*", r"\1 = [transforms.Resize([32, 32]), *end]", text
