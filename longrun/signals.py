@@ -11,10 +11,10 @@ from common.loader import SIGNALS
 class StopRequest:
     """`requested` is set once this process was asked to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP.
 
-    The training loop looks at it where all processes can stop together: by is_set(), for wait() in
-    the main thread, where signals are handled, could wait for ever. A launcher passes on what
-    the terminal has sent to every process already, so signals within two seconds are one request.
-    A later one ends this process with exit code 128 + its number. Create it when there is something
+    The training loop looks at it where all processes can stop together. Ask with is_set(): a wait()
+    in the main thread, where Python handles signals, may never end. A launcher passes on what the
+    terminal has sent to every process already, so signals within two seconds are one request. A
+    later one ends this process with exit code 128 + its number. Create it when there is something
     to save: until then a signal ends the process.
     """
 

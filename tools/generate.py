@@ -120,16 +120,22 @@ def moved(name, written, script):
 
 def merged(now, old, after):
     """A script's text `now` with what differs in `old` and `after`; None if that does not fit."""
-    there = [compose.around_imports(text)[1] for text in (old, after)]
-    changes = [f"-{line}" for line in there[0] if line not in there[1]]
-    changes += [f"+{line}" for line in there[1] if line not in there[0]]
+    before, then = imported(old), imported(after)
+    changes = [f"-{line}" for line in before - then] + [f"+{line}" for line in then - before]
     mine = compose.with_imports(now, changes) if changes else now
-    # Imports are a set: with the same ones in all three there is nothing to merge in them.
+    # With the same imports in all three there is nothing to merge in them.
     imports = compose.around_imports(mine)[1]
     parts = [compose.around_imports(text) for text in (mine, old, after)]
     texts = ["\n".join([*before, *imports, *rest]) + "\n" for before, _, rest in parts]
     made = in_files(["git", "merge-file", "-p", "-q"], *texts)
     return None if made.returncode else made.stdout
+
+
+def imported(text):
+    """What a script imports, a set: "import os", "from math import pi", each name for itself."""
+    lines = filter(None, compose.around_imports(text)[1])
+    parts = [compose.IMPORT.match(line).groups() for line in lines]
+    return {start + name for _, start, names in parts for name in names.split(", ")}
 
 
 def unified(old, new, written):
