@@ -69,6 +69,9 @@ FIELDS = {
     # states by library; zeroed: calls of zero_grad(); squares: the sum of squared gradients, of
     # plain weights and of divided ones, in the first three steps
     "step": "weights own parts order lr random zeroed optimizer ours squares",
+    # The script's end, or its group's: the same sums, of models that nobody has changed since their
+    # last step.
+    "last": "weights order",
     "mean": "counted",  # a mean of a loss, over so many numbers
     # Gradients are clipped. scaled: by a GradScaler, until unscale_(); norm: the largest, or None
     "clip": "scaled norm",
@@ -81,9 +84,10 @@ FIELDS = {
     # the loader and its sampler were made; batches, length, size, base: lengths of the loader, the
     # sampler, the data, and of what is below all Subsets, None of a stream; classes: names by
     # number, or None; padding: how many items the sampler repeats; trims: Accelerate cuts those
-    # off; drops: drop_last; the others are the sampler's.
+    # off; drops: drop_last; told: whether set_epoch() was called since the pass before, None of a
+    # sampler of the script's own, which has it; the others are the sampler's.
     "pass": "number loader made batches workers size base sampler length seed epoch rank "
-    "num_replicas shuffle padding trims drops stream classes",
+    "num_replicas shuffle padding trims drops stream classes told",
     # items: [name, sum of the label, sum of the image] each; grad: read with gradients enabled
     "batch": "number items grad",
     "cut": "number",  # --steps ended the pass

@@ -13,7 +13,7 @@ from . import below, cuda, notebook
 from .events import RECORD, is_users, note, short, users_line
 from .files import threads
 from .recorder import dump
-from .wrappers import install
+from .wrappers import install, look_safely
 
 
 def be_examined():
@@ -105,6 +105,7 @@ class noted_end:
     def __exit__(self, kind, error, trace):
         from .wrappers.collectives import note_unwaited
         from .wrappers.models import frozen
+        from .wrappers.optimizers import look_last
 
         good = error is None or (kind is SystemExit and not error.code)
         if kind is SystemExit and error.__context__:  # mp.spawn ends a failed process so
@@ -118,6 +119,7 @@ class noted_end:
         RECORD.ended.set()
         if good:
             note_unwaited()
+            look_safely(look_last)
         else:
             dump.write(f"{RECORD.path}.calls")
         said = "" if good else f"{kind.__name__}: {error}"

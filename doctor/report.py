@@ -122,7 +122,8 @@ def not_seen(runs, failed):
                     line=event["made"],
                 )
             ]
-    if any(one["validated"] for one in run[0].passes):
+    trains = run.noted("backward") or any(one["trains"] for one in run[0].of("forward"))
+    if any(one["validated"] for one in run[0].passes) and not trains:
         return []
     loads = run[0].of("load")
     if loads and not failed:
@@ -262,6 +263,8 @@ def looked_at(run, seconds):
         lines.append(
             say("one epoch was seen: give two, and the orders of their items are compared")
         )
+    if run.noted("step") and not any(process.passes for process in run):
+        lines.append(say("no DataLoader was seen: the items of the processes were not compared"))
     return [*lines, without_gpu(run), not_compared(run)]
 
 

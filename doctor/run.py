@@ -8,6 +8,7 @@ import itertools
 import json
 from pathlib import Path
 
+from .passes import passes_of
 from .recorder.read import dump_of
 from .words import both
 
@@ -84,9 +85,21 @@ class Run(list):
         return max((process.world_size for process in self), default=0)
 
     def rows(self, kind):
-        """The n-th events of a kind in all processes; of each Join(), where some have more."""
-        parts = zip(*(process.parts(kind) for process in self), strict=False)
-        return [row for part in parts for row in zip(*part, strict=False)]
+        """The n-th events of a kind in all processes; of each Join(), where some have more.
+
+        Steps are those of one optimizer, and means those of one line: a process may have an
+        optimizer of its own, as for a probe that rank 0 trains alone.
+        """
+        of = {"step": "optimizer", "mean": "line"}.get(kind, "kind")
+        found = []
+        for part in zip(*(process.parts(kind) for process in self), strict=False):
+            tables = [collections.defaultdict(list) for _ in part]
+            for table, events in zip(tables, part, strict=True):
+                for event in events:
+                    table[event[of]].append(event)
+            for key in tables[0]:
+                found += zip(*(table.get(key, []) for table in tables), strict=False)
+        return sorted(found, key=lambda row: row[0]["place"])
 
     def rounds(self, what):
         """The same pass over a loader in all processes: those with one.trained or .validated."""
@@ -142,25 +155,40 @@ class Run(list):
     def apart(self):
         """The row of the step after which a weight of a wrapped model differs, with its name.
 
-        Weights are noted before each step: it is the step before the first row in which they
-        differ, or that row if it is the first. None if they are the same again when they are seen
-        last: they may part for some steps on purpose.
+        Weights are noted before each step, and after the last: it is the step before the first row
+        in which they differ, or that row if it is the first. None if they are the same again when
+        they are seen last, or were so in between though no file was loaded: they may part for some
+        steps on purpose. late: the row after the last step is the first in which they differ.
         """
         last = {}  # model: the last row with a step of it
-        steps = [row for row in self.rows("step") if row[0]["weights"]]
-        seen_last = {name: row for row in steps for name in row[0]["weights"]}
-        apart = {name for name, row in seen_last.items() if has_parted(row, name)}
+        steps = [row for row in self.rows("step") + self.rows("last") if row[0]["weights"]]
+        names = {name for row in steps for name in row[0]["weights"]}
+        apart = {name for name in names if self.stays_apart(steps, name)}
         for row in steps:
             for name in row[0]["weights"]:
                 model, _, name_there = name.partition(".")
                 if name in apart and has_parted(row, name):
                     cause = last.get(model, row)
                     orders = [event["order"].get(model, []) for event in cause]
+                    facts = {"name": name_there, "late": row[0]["kind"] == "last"}
                     found = zip(cause, orders, strict=True)
-                    return [e | {"name": name_there, "order": order} for e, order in found]
+                    return [e | facts | {"order": order} for e, order in found]
             if all(event["order"].keys() == row[0]["order"].keys() for event in row):
                 last |= dict.fromkeys(row[0]["order"], row)
         return None
+
+    def stays_apart(self, steps, name):
+        """Whether a weight differs when it is seen last, and from when it first did."""
+        rows = [row for row in steps if name in row[0]["weights"]]
+        if not has_parted(rows[-1], name):
+            return False
+        parted = list(itertools.dropwhile(lambda row: not has_parted(row, name), rows))
+        loaded = any(
+            load["place"] > event["place"]
+            for process, event in zip(self, parted[0], strict=True)
+            for load in process.of("load")
+        )
+        return loaded or all(has_parted(row, name) for row in parted)
 
 
 def is_over(one, other):
@@ -219,57 +247,6 @@ def recorded(path):
         return dump_of(Path(path).read_bytes())
     except (OSError, ValueError):  # none was written, or not to its end
         return None
-
-
-def passes_of(events):
-    """Each pass over a loader: its event "pass", and what was done with its items.
-
-    items: of all its batches; read: how many batches; backwards: calls of backward(); steps: of
-    optimizers; last: the place of the event of its last batch; cut: --steps has ended it; over: the
-    loader had no more; whole: all batches were read; forward: its first forward pass. It is
-    "trained" if backward() was called in it, else "validated" if it was read without gradients, or
-    a model was called so, or in eval mode. Of loaders that are zipped, backward() is in the pass
-    that was read last; the others are read again after it. A validation is over before it, and so
-    is a look at the first batch.
-    """
-    passes, now, backward = {}, None, -1  # the pass that was read last; the last backward()
-    for event in events:
-        backward = event["place"] if event["kind"] == "backward" else backward
-        if event["kind"] == "pass":
-            new = {"items": [], "read": 0, "backwards": 0, "steps": 0, "forward": None}
-            new |= {"cut": False, "over": False, "trained": False, "validated": False}
-            passes[event["number"]] = event | new
-        elif event["kind"] in ("cut", "over") and event["number"] in passes:
-            passes[event["number"]][event["kind"]] = True
-            passes[event["number"]]["trained"] |= is_zipped(passes[event["number"]], backward)
-        elif event["kind"] == "batch" and event["number"] in passes:
-            now = passes[event["number"]]
-            now["trained"] |= is_zipped(now, backward)
-            now["items"] += map(tuple, event["items"])
-            now["read"] += 1
-            now["last"] = event["place"]
-            now["validated"] |= not event["grad"]
-        elif now:
-            # Read ahead, the last batch is used when the pass is over; another's is no part of it.
-            if now["over"] and now["validated"] and event["kind"] == "backward":
-                now = None
-                continue
-            now["steps"] += event["kind"] == "step"
-            if event["kind"] == "forward":
-                now["forward"] = now["forward"] or event
-            now["trained"] |= event["kind"] == "backward"
-            now["backwards"] += event["kind"] == "backward"
-            now["validated"] |= event["kind"] == "forward" and not event["trains"]
-            now["validated"] |= event["kind"] == "validates"
-    for one in passes.values():
-        one["validated"] &= not one["trained"]
-        one["whole"] = one["read"] == one["batches"]
-    return [one for one in passes.values() if one["read"]]
-
-
-def is_zipped(one, backward):
-    """Whether a pass that is read again had a batch before the last backward(), with gradients."""
-    return bool(one["read"]) and one["last"] < backward and not one["validated"]
 
 
 def times_seen(row, parts=1):

@@ -5,6 +5,7 @@ import os
 from ..run import differ, each, names, times_seen
 from ..words import say
 from . import Finding, judge
+from .validation import train_one_model
 
 
 def same_rank(row, run):
@@ -29,16 +30,16 @@ def reads_all(row, run):
 
 @judge("trained", "every-process-reads-the-whole-stream", certain=True)
 def reads_the_stream(row, run):
-    """Certain where its batches are not all alike, and are given to the model.
+    """Certain where its batches are not all alike, and are given to a model that all train.
 
-    Else a hint: a process may take its part of each batch.
+    Else a hint: a process may take its part of each batch, or compute a part of the model.
     """
     several = len({*names(row[0])}) > 1
     if several and row[0]["length"] is None and not differ(row, "items"):
         given = [one["forward"] and one["forward"]["given"] for one in row]
         text = say("each process reads the whole stream: __iter__ must give it a part")
         same = bool(given[0]) and all(one == given[0] for one in given)
-        return Finding(row[0]["made"], text, certain=same)
+        return Finding(row[0]["made"], text, certain=same and train_one_model(run))
 
 
 @judge("trained", "local-rank-in-the-sampler", certain=True)
@@ -51,12 +52,27 @@ def rank_in_sampler(row, run):
 
 @judge("epochs", "set_epoch-is-forgotten", certain=True)
 def same_order(row, run):
-    """Certain where a shuffled order of 8 items or more comes again, in any process."""
+    """Certain where a shuffled order of 8 items or more comes again, in any process.
+
+    Nothing where another loader begins again with its first epoch, as for a second training. Of a
+    sampler of the script's own only its order is seen: with another loader a hint.
+    """
     before, one = row
     few = len(one["items"]) < 8  # their order may be the same by chance
-    if one["shuffle"] and not few and names(one) == names(before):
-        text = say("the order is that of the epoch before: call set_epoch(epoch) of its sampler")
-        return Finding(one["line"], text)
+    own = one["told"] is None
+    shuffled = one["shuffle"] or (own and one["epoch"] == before["epoch"] and not ascending(one))
+    if few or not shuffled or names(one) != names(before):
+        return None
+    another = one["loader"] != before["loader"]
+    if another and one["told"]:
+        return None
+    text = say("the order is that of the epoch before: call set_epoch(epoch) of its sampler")
+    return Finding(one["line"], text, certain=not (another and own))
+
+
+def ascending(one):
+    numbers = [name.partition(":")[2] for name, *_ in one["items"]]
+    return numbers == sorted(numbers, key=lambda number: (len(number), number))
 
 
 @judge("trained", "doctor.md#an-item-is-not-counted-once", certain=True, general="items")

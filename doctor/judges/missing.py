@@ -46,6 +46,8 @@ def left_out(row, rows, run):
         text = say("{text}: drop_last=True", text=text)
     # Those that it trains with, in an order that changes, are looked at for an estimate.
     trains = any(one["trained"] and loader(one) == loader(first) for one in run[0].passes)
+    # In training mode BatchNorm takes its statistics from them.
+    trains = trains or any(one["forward"] and one["forward"]["training"] for one in passes)
     share = shares(passes, run) and (added(row, run) if idle else never < len(run))
     return Finding(first["line"], text, certain=bool(dropped or share) and not trains)
 

@@ -1,6 +1,7 @@
 """What is saved: by whom, under which names, and whether it is read too early."""
 
 import os
+import tempfile
 from collections import defaultdict
 from itertools import combinations
 
@@ -19,7 +20,10 @@ def wrapped_saved(row, run):
 
 @judge("run", "every-process-saves", certain=True)
 def all_save(run):
-    """Certain, for it is one path. A hint where they write it by turns, with a barrier between."""
+    """Certain, for it is one path. A hint where they write it by turns, with a barrier between.
+
+    And where each machine has such a folder of its own: what it needs once, one process makes.
+    """
     writers, known = defaultdict(list), links(run)
     for rank, process in enumerate(run):
         for save in process.of("save"):
@@ -34,7 +38,8 @@ def all_save(run):
             return Finding(line, text, certain=False)
         if {run[rank].of("group")[0]["local"] for rank in last} == {"0"}:
             place = "local-rank-0-is-taken-for-rank-0"
-            return Finding(line, say("{text}, as local rank 0", text=text), place)
+            text = say("{text}, as local rank 0", text=text)
+            return Finding(line, text, place, certain=not is_machines_own(path))
         return Finding(line, text)
 
 
@@ -51,6 +56,14 @@ def all_write(run):
         return None
     lines, *_ = several.values()
     return Finding(next(iter(lines.values())), writers_of(len(lines), several))
+
+
+def is_machines_own(path):
+    """Whether it lies where each machine has a disk of its own, and not below the run's folder."""
+    folders = {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", "/scratch", "/run"}
+    here = os.path.join(os.path.realpath(os.getcwd()), "")
+    path = os.path.realpath(path)
+    return path.startswith(tuple(f"{one}/" for one in folders)) and not path.startswith(here)
 
 
 def writers_of(count, paths):

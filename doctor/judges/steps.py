@@ -100,7 +100,11 @@ def scheduled(run):
 
 @judge("run", NOT_THE_SAME, certain=True, explains=["weights"])
 def steps_differ(run):
-    """Certain where all have ended well, and outside of Join(): each process steps for itself."""
+    """Certain for weights of DDP, FSDP, or averaged by hand, where all have ended well.
+
+    Else a hint; nothing where it is a process's own optimizer beside such ones. Outside of Join(),
+    in which each process steps for itself.
+    """
     if any(process.end["error"] != "" for process in run):
         return None
     outside = [[s for part in process.parts("step")[::2] for s in part] for process in run]
@@ -108,9 +112,23 @@ def steps_differ(run):
         steps = [[s for s in of_one if s["optimizer"] == name] for of_one in outside]
         counts = [*map(len, steps)]
         if len({*counts}) > 1:
-            line = max(steps, key=len)[-1]["line"]
+            longest = max(steps, key=len)
+            of_all = is_averaged(longest, run)
+            if not of_all and 0 in counts and run.noted("wrap", "shards"):
+                continue
             text = say("the processes make {counts} steps of the optimizer", counts=both(counts))
-            return Finding(line, text)
+            return Finding(longest[-1]["line"], text, certain=of_all)
+    return None
+
+
+def is_averaged(steps, run):
+    """Whether gradients of an optimizer, whose steps these are, are averaged."""
+    by_hand = any(
+        event["gradients"] == "own" and steps[0]["optimizer"] in event["optimizers"]
+        for process in run
+        for event in process.of("collective")
+    )
+    return by_hand or any(step["weights"] or step["parts"] for step in steps)
 
 
 @judge("step", NOT_THE_SAME, certain=True)
@@ -139,9 +157,12 @@ def trained_in_other_modes(row, run):
 
 @judge("apart", DIFFER, certain=True, general="weights")
 def weights_differ(row, run):
-    """Certain, for they differ; told unless a judge names the cause."""
+    """Certain, for they differ; told unless a judge names the cause.
+
+    A hint after the last step: a process may have changed its own for what it does alone.
+    """
     text = say("from here on {name} differs between the processes", name=row[0]["name"])
-    return Finding(row[0]["line"], text)
+    return Finding(row[0]["line"], text, certain=not row[0]["late"])
 
 
 @judge("optimizers", DIFFER, certain=False)
@@ -163,6 +184,10 @@ def own_weights_differ(rows, run):
         text = say("the weights differ between the processes from here on")
     if begins and by_hand:
         text = say("{text}: broadcast rank 0's before", text=text)
+    elif not by_hand and any(event["weights"] for event in steps[-1]):
+        text = say(
+            "{text}: DDP has not wrapped them, and averages no gradient of theirs", text=text
+        )
     elif sums and not by_hand:
         text = say("{text}: no gradient of this optimizer is averaged", text=text)
     elif not by_hand:

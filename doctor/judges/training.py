@@ -78,18 +78,39 @@ def drawn_alike(run, library):
     return in_workers and bool(rows) and all(not differ_in(row, "torch") for row in rows)
 
 
+@judge("run", "every-process-reads-all-images", certain=False)
+def same_inputs(run):
+    """A hint where no loader was seen, and the models are given the same, each time something else.
+
+    What a script reads by itself it may share out in the model, or later.
+    """
+    given = [[e for e in p.of("forward") if e["trains"] and e["given"]] for p in run]
+    rows = [*zip(*given, strict=False)]
+    seen = {str(row[0]["given"]) for row in rows}
+    alike = all(event["given"] == row[0]["given"] for row in rows for event in row)
+    if len(seen) < 2 or not alike or run.divided() or any(process.passes for process in run):
+        return None
+    text = say("all processes give the model the same items: does each read a part of its own?")
+    return Finding(rows[0][0]["line"], text)
+
+
 def differ_in(row, library):
     return len({event["random"].get(library) for event in row}) > 1
 
 
 def states_in_passes(process, library):
-    """For each pass: the states of a library's random numbers at its steps."""
+    """For each pass: the states of a library's random numbers at its steps.
+
+    Without a loader: those of all steps, where most have drawn some.
+    """
     passes, states = [], []
     for event in process.of("step", "pass"):
         if event["kind"] == "pass":
             passes.append(states := [])
         elif library in event["random"]:
             states.append(event["random"][library])
+    if not passes and len({*states}) > len(states) / 2:
+        passes = [states]
     return passes
 
 

@@ -70,14 +70,17 @@ def padding_of(row):
 
 @judge("validated", "padded-validation", certain=True)
 def padded(row, run):
-    """A mistake where no items are gathered; else a hint: they may be cut to the right number."""
+    """A mistake where numbers are added up; a hint where items are gathered, or come by files.
+
+    They may be cut to the right number, or be put together by their numbers.
+    """
     if padding := padding_of(row):
         text = say(
             "the sampler repeats {padding} of {size} items, for equal parts",
             padding=padding,
             size=row[0]["size"],
         )
-        if gathered(row[0], run[0]):
+        if gathered(row[0], run[0]) or not added_up(row[0], run[0]):
             text = say("{text}, unless they are cut off again", text=text)
             return Finding(row[0]["sampler"], text, certain=False)
         return Finding(row[0]["sampler"], text)
@@ -153,7 +156,10 @@ def labels_of(passes):
 
 @judge("validated", ONCE, certain=True, general="items")
 def validated_twice(row, run):
-    """Certain where numbers of parts are added up that overlap by more than a padding."""
+    """Certain where numbers of parts are added up that overlap by more than a padding.
+
+    A hint where a process has an item twice itself: items may be drawn at random.
+    """
     trims = row[0]["trims"]  # Accelerate cuts off what it repeats
     if trims or not all(one["whole"] for one in row) or not added_up(row[0], run[0]):
         return None
@@ -163,7 +169,8 @@ def validated_twice(row, run):
         text = say(
             "{twice} of {count} validated items count several times", twice=twice, count=len(seen)
         )
-        return Finding(row[0]["made"], text)
+        once = all(len({*names(one, parts=3)}) == len(one["items"]) for one in row)
+        return Finding(row[0]["made"], text, certain=once)
 
 
 @judge("run", "doctor.md#the-processes-do-not-do-the-same", certain=False)

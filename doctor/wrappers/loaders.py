@@ -25,6 +25,7 @@ def install(torch):
     fetcher = data._utils.fetch._MapDatasetFetcher
     wrap(data.DataLoader, "__init__", after=made_loader)
     wrap(data.DistributedSampler, "__init__", after=made)
+    wrap(data.DistributedSampler, "set_epoch", before=told)
     wrap(data.DataLoader, "__iter__", forget, begin)
     wrap(iterator, "_next_index", after=asked)
     wrap(iterator, "__next__", before=given_out, after=lambda *args: got(torch, *args))
@@ -68,6 +69,10 @@ def made(_, self, *args, **kwargs):
     self.doctors_line = users_line()
 
 
+def told(self, epoch):
+    self.doctors_told = True
+
+
 def made_loader(_, self, *args, **kwargs):
     self.doctors_line, self.doctors_number = users_line(), next(loaders)
 
@@ -90,6 +95,8 @@ def begin(iterator, self):
 
     sampler = getattr(self.batch_sampler, "sampler", None) or self.sampler
     size = length(self.dataset)
+    theirs = isinstance(sampler, torch.utils.data.DistributedSampler)
+    own = hasattr(sampler, "set_epoch") and not theirs
     iterator.doctors_pass = next(numbers)
     validated.clear()  # a model may have been loaded or averaged since the pass before
     note(
@@ -112,11 +119,14 @@ def begin(iterator, self):
         rank=getattr(sampler, "rank", None),
         num_replicas=getattr(sampler, "num_replicas", None),
         shuffle=getattr(sampler, "shuffle", None),
+        told=None if own else getattr(sampler, "doctors_told", False),
         padding=(getattr(sampler, "total_size", 0) or 0) - (size or 0),
         trims=any(  # in gather_for_metrics
             type(one).__module__.startswith("accelerate") for one in (self, self.batch_sampler)
         ),
     )
+    if theirs:
+        sampler.doctors_told = False
 
 
 def classes_of(dataset):
@@ -143,7 +153,7 @@ def got(torch, batch, self):
     from torch.utils._pytree import tree_leaves
 
     index = self.doctors_queue.popleft()
-    index = index if type(index) is list else [index]
+    index = [*index] if self._auto_collation else [index]  # a sampler may give arrays, too
     tensors = [x for x in tree_leaves(batch) if hasattr(x, "is_complex") and x.ndim]
     if isinstance(self._dataset, torch.utils.data.IterableDataset):  # its items have no numbers
         items = [(" ".join(map(sum_as_text, tensors)), 0, 0)]

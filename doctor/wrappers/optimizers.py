@@ -11,6 +11,7 @@ from .models import NAMES, ORDERS, validated
 OPTIMIZERS = []  # weak references, in the order in which they were made
 stepping = set()  # optimizers in their step, which may call that of their parent class
 zeroed = {}  # id of an optimizer: calls of zero_grad() since its last step
+versions = {}  # id of an optimizer: versions_of() its weights after its last step
 scaled = []  # the GradScaler whose scale() was called since the last unscale_(), if it is on
 # What gradient_of() knows until the next backward(): "at", {address of a gradient: whose}, and
 # "whole", how many numbers all gradients have
@@ -21,10 +22,11 @@ def install(torch):
     from torch.optim import optimizer as optimizers
 
     optimizers.register_optimizer_step_pre_hook(lambda *args: look_safely(step, torch, *args))
-    optimizers.register_optimizer_step_post_hook(leave_step)
+    optimizers.register_optimizer_step_post_hook(lambda *args: look_safely(leave_step, *args))
     wrap(torch.optim.Optimizer, "__init__", after=made)
     wrap(torch.optim.Optimizer, "zero_grad", before=zero)
     wrap(torch.nn.Module, "zero_grad", before=zero_of_model)
+    wrap(torch.distributed, "destroy_process_group", before=leave_group)
     wrap(torch.autograd, "backward", before=lambda *_, **__: gradients.clear())
     wrap(torch.nn.utils, "clip_grad_norm_", before=clip)
     wrap(torch.nn.utils, "clip_grad_value_", before=lambda *_, **__: clip())
@@ -43,7 +45,7 @@ def step(torch, optimizer, *_):
     if looks:
         validated.clear()  # each is noted anew: this step may have changed it
     weights = [w for group in optimizer.param_groups for w in group["params"]]
-    wrapped = [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
+    wrapped = wrapped_by(optimizer)
     own = [(i, w) for i, w in enumerate(weights) if id(w) not in NAMES and is_plain(w)]
     divided = [(i, w) for i, w in enumerate(weights) if not is_plain(w)]
     models = {model for model, *_ in wrapped}
@@ -99,6 +101,37 @@ def part_of(weight):
 
 def leave_step(optimizer, *_):
     stepping.discard(optimizer)
+    versions[id(optimizer)] = versions_of(wrapped_by(optimizer))
+
+
+def leave_group(group=None):
+    if group is None:  # of all processes
+        look_last()
+
+
+def wrapped_by(optimizer):
+    """[(number of its model, name, weight)], of the weights that DDP has wrapped."""
+    weights = (w for group in optimizer.param_groups for w in group["params"])
+    return [(*NAMES[id(w)], w) for w in weights if id(w) in NAMES]
+
+
+def versions_of(wrapped):
+    """How often these weights were changed in place."""
+    return sum(w._version for *_, w in wrapped)
+
+
+def look_last():
+    """Weights after the last step: no step comes in which they would be looked at.
+
+    A process may have loaded others into its own since: these are left out.
+    """
+    weights = {}
+    for optimizer in filter(None, (reference() for reference in OPTIMIZERS)):
+        wrapped = wrapped_by(optimizer)
+        if wrapped and versions.pop(id(optimizer), None) == versions_of(wrapped):
+            weights |= {f"{model}.{name}": checksum(w) for model, name, w in wrapped}
+    if weights:
+        note("last", weights=weights, order={})
 
 
 def register(optimizer):

@@ -103,6 +103,9 @@ SENTENCES = {
     "the weights differ between the processes from here on": "从这里起，各进程的权重不一致",
     "{text}: broadcast rank 0's before": "{text}：要先广播 rank 0 的权重",
     "{text}: no DDP, and no gradient is averaged": "{text}：没有用 DDP，也没有对梯度求平均",
+    "{text}: DDP has not wrapped them, and averages no gradient of theirs": (
+        "{text}：DDP 没有包装它们，不会对它们的梯度求平均"
+    ),
     "{text}: no gradient of this optimizer is averaged": "{text}：这个优化器的梯度没有求平均",
     "{name} differs between the processes here: FSDP sends no weights": (
         "这里各进程的 {name} 不一致：FSDP 不发送权重"
@@ -116,6 +119,9 @@ SENTENCES = {
     "of it": "从这里起，形状为 {shape} 的一个权重，在拥有它的同一部分的进程之间不一致",
     "{text}: is its gradient scaled by each alone?": "{text}：是不是各进程各自裁剪了它的梯度？",
     # ---- training.py
+    "all processes give the model the same items: does each read a part of its own?": (
+        "所有进程给模型的数据都相同：各进程是否只读自己那一份？"
+    ),
     "Python's random": "Python 的 random",
     "backward() goes through what was reduced here, as if it had not been": (
         "backward() 会经过这里归约的结果，但求出的梯度就像没有归约过一样"

@@ -89,6 +89,9 @@ SENTENCES = {
     "one epoch was seen: give two, and the orders of their items are compared": (
         "只看到一个 epoch：给两个，就能比较它们的数据顺序"
     ),
+    "no DataLoader was seen: the items of the processes were not compared": (
+        "没有看到 DataLoader：没有比较各进程读的数据"
+    ),
     # ---- launch.py, command.py, notebook.py, options.py
     "it had stood still for {seconds} s: see --patience": (
         "它已经 {seconds} 秒没有动静（参见 --patience）"

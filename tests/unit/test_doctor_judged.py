@@ -15,7 +15,7 @@ FACTS = {
     "pass": {"made": "t.py:5", "sampler": "t.py:4", "batches": 2, "size": 32, "base": 32}
     | {"workers": 0, "length": 16, "padding": 0, "seed": 0, "epoch": 0, "num_replicas": 2}
     | {"loader": 0, "rank": 0, "shuffle": True, "trims": False, "drops": False}
-    | {"stream": False, "classes": None},
+    | {"stream": False, "classes": None, "told": False},
     "forward": {"trains": True, "training": True, "wrapped": True, "modes": False}
     | {"sends": False, "synced": True, "given": None},
     "validates": {"training": False, "buffers": {}, "wrapped": True, "modes": False},
@@ -286,3 +286,151 @@ def test_classes_of_other_names(ours, theirs, certain):
     found = found_in(run_of(events))
     assert [one for one, _, _ in found] == [certain] * (certain is not None)
     assert all(text.startswith("class ") for _, _, text in found)
+
+
+def of_a_probe(rank, line, count):
+    """What rank 0 trains alone, without DDP, as a probe on features."""
+    facts = {"optimizer": 1, "own": {"0 [9]": "w"}, "ours": 1}
+    mean = event("mean", line - 1, counted=240 + line)
+    return [mean, event("step", line, **facts)] * count if rank == 0 else []
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_an_optimizer_that_one_process_has_alone(missing):
+    """It is no step of the model that all train: of that one a process makes a step less."""
+
+    def events(rank):
+        found, means = trains(rank, 0), [event("mean", 20, counted=8)]
+        last = step("9") if not (missing and rank) else []
+        return [*of_a_probe(rank, 41, 3), *found, *means, *last, *of_a_probe(rank, 51, 2), ENDED]
+
+    texts = [text for _, _, text in found_in(run_of(events))]
+    assert texts[-1:] == ["the processes make 3 and 2 steps of the optimizer"] * missing
+    assert len(texts) == 2 * missing  # and a batch less is trained with
+
+
+ENDED = event("end")
+
+
+@pytest.mark.parametrize(
+    ("weights", "after", "certain"),
+    [
+        ("aabb", None, None),
+        ("aabb", "b", None),
+        ("aabb", "c", False),  # after the last step
+        ("aaxc", None, True),
+        ("axbc", None, None),  # averaged now and then: at the third look they are the same
+        ("axbx", None, None),
+        ("axcx", None, True),
+    ],
+)
+def test_weights_that_part(weights, after, certain):
+    """x, c: rank 1 has another one there."""
+
+    def of(letter, rank):
+        return f"{letter}{rank if letter in 'xc' else ''}"
+
+    def events(rank):
+        found = [one for letter in weights for one in step(of(letter, rank))]
+        found += [event("last", 60, weights={"0.w": of(after, rank)}, order={})] if after else []
+        return [*found, ENDED]
+
+    found = found_in(run_of(events))
+    assert [one for one, _, _ in found] == [certain] * (certain is not None)
+    assert all("0.w"[2:] + " differs" in text for _, _, text in found)
+
+
+def test_weights_that_a_file_makes_the_same_again_have_parted():
+    def events(rank):
+        loads = [event("load", 50, path="/t", waits=True)]
+        weights = [step("a"), step(f"x{rank}"), loads, step("b"), step(f"y{rank}")]
+        return [*(one for some in weights for one in some), ENDED]
+
+    ((certain, _, _),) = found_in(run_of(events))
+    assert certain
+
+
+@pytest.mark.parametrize(
+    ("told", "again", "certain"),
+    [(True, False, True), (True, True, None), (False, True, True), (None, True, False)],
+)
+@pytest.mark.parametrize("shuffle", [True, None])
+def test_the_first_order_comes_again(told, again, certain, shuffle):
+    """again: of another loader, as for a second training; shuffle None: a sampler of one's own."""
+    if shuffle is None:
+        certain = None if told is not None else certain
+
+    def events(rank):
+        facts = {"told": told, "shuffle": shuffle}
+        return [
+            *trains(rank, 0, 1, **facts),
+            *trains(rank, 1, 1, loader=int(again), **facts),
+            ENDED,
+        ]
+
+    def of_one_epoch(rank):
+        return [one | {"epoch": 0} if one["kind"] == "pass" else one for one in events(rank)]
+
+    found = found_in(run_of(of_one_epoch))
+    assert {one for one, _, _ in found} == ({certain} - {None})
+
+
+def test_backwards_of_an_attack_are_no_steps_of_ddp():
+    def events(rank, skips=0):
+        (one, *rest) = [event("pass", 18, number=0, rank=rank), *batches(0, range(rank, 32, 2))]
+        found = [one]
+        for i, batch in enumerate(rest):
+            attack = [event("forward", 19, synced=None), event("backward", 20)] * (1 + rank)
+            mine = step(str(i))
+            if skips and rank and not i:
+                mine = [event("forward", 20), event("step", 22, weights={"0.w": str(i)})]
+            found += [batch, *attack, *mine]
+        return [*found, event("over", 18, number=0), ENDED]
+
+    assert not found_in(run_of(events))
+    texts = [text for _, _, text in found_in(run_of(lambda rank: events(rank, 1)))]
+    assert "of 2 batches the processes train with 2 and 1" in texts
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_what_is_repeated_where_nothing_is_added_up(certain):
+    """Each process may write its results by their numbers, and rank 0 puts them together."""
+
+    def events(rank):
+        number, part = 5, [*range(rank, 31, 2), *([0] if rank else [])]
+        facts = {"rank": rank, "shuffle": False, "made": "t.py:6", "size": 31, "padding": 1}
+        sums = [event("collective", 33)] if certain else [event("writes", 33, path=f"/{rank}")]
+        found = [event("pass", 30, number=number, **facts)]
+        found += [*batches(number, part, 30, data=1, grad=False), event("over", 30, number=number)]
+        return [*found, *sums, ENDED]
+
+    ((is_certain, _, text),) = found_in(run_of(events))
+    assert is_certain == certain and text.startswith("the sampler repeats 1 of 31 items")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_is_read_without_a_loader(same):
+    def events(rank):
+        found = []
+        for i in range(3):
+            given = [i if same else f"{i} {rank}"]
+            found += [event("forward", 20, given=given), event("backward", 21), *step(str(i))[2:]]
+        return [*found, ENDED]
+
+    run = run_of(events)
+    assert [text[:43] for _, _, text in found_in(run)] == (
+        ["all processes give the model the same items"[:43]] * same
+    )
+    assert "no DataLoader was seen" in "".join(report.looked_at(run, 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "certain"), [("/dev/shm/cache.pt", False), ("/home/you/here/cache.pt", True)]
+)
+def test_a_file_that_each_machine_needs_once(path, certain):
+    def events(rank):
+        return [event("save", 12, path=path, of_wrapped=False, parts=False), ENDED]
+
+    run = Run(Process([event("group", rank=rank, local="0"), *events(rank)]) for rank in range(2))
+    ((is_certain, _, text),) = found_in(run)
+    assert is_certain == certain and text.endswith("as local rank 0")

@@ -41,7 +41,8 @@ def test_any_line_with_numbers_can_be_compared(text, monkeypatch):
 
 
 def step(line, order, **weights):
-    return {"kind": "step", "line": line, "order": order, "weights": weights}
+    number = next(iter(order))
+    return {"kind": "step", "line": line, "order": order, "weights": weights, "optimizer": number}
 
 
 def test_optimizers_that_step_in_another_order():
@@ -155,7 +156,7 @@ def process(*kinds, **more):
     pairs = [(kind, {}) if isinstance(kind, str) else kind for kind in kinds]
     facts = {"line": "t.py:1", "made": "t.py:1", "stream": False, "batches": 1, "grad": True}
     facts |= {"trains": True, "training": True, "items": [["0:0", "1", "1"]], "number": 0}
-    facts |= {"world_size": 2} | more
+    facts |= {"world_size": 2, "synced": None} | more
     return Process([facts | {"kind": kind} | own for kind, own in pairs])
 
 
