@@ -99,8 +99,11 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
     the `seed` from which the random numbers of each item follow (see Seeded). local_batch_size: the
     images of this process in a step. workers: processes that read; with 0 this one does.
     collate_fn: makes a batch of a list of items, such as sequences of unlike length; default:
-    collate(), which it may call too. Raises OSError where so many workers cannot be started.
+    collate(), which it may call too. Raises ValueError for a data set without items, and OSError
+    where so many workers cannot be started.
     """
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError("a data set, for training or validation, has no items")
     keep_memory()  # each image is a new block of half a megabyte
     loader = DataLoader(
         dataset if seed is None else Seeded(dataset, seed),

@@ -2,12 +2,14 @@
 
 import os
 import re
+import shutil
 import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import PYTHON, ROOT, Job, soak
 
 from tests.docs.composed import SLURM, write
@@ -160,3 +162,115 @@ def test_a_checkpoint_that_one_node_lacks(name, tmp_path):
     codes, output = run_ranks(script, ranks=2, before=NODES)
     said = {"gan": r"the epochs in gan\.pth", "transformer": r"epochs in FOLDER"}[name]
     assert 0 not in codes and re.search(f"the processes differ in .*{said}", output), output
+
+
+@pytest.mark.full
+def test_class_folders_one_level_too_deep(tmp_path):
+    """All images would have one class, and each answer would be right."""
+    script = write(tmp_path, "torchrun", "images")
+    for part in ("train", "val"):
+        (tmp_path / "data" / part).rename(tmp_path / part)
+        (tmp_path / "data" / part).mkdir()
+        (tmp_path / part).rename(tmp_path / "data" / part / "images")
+    codes, output = run_ranks(script, ranks=2)
+    line = "1 class in data/train: is it one folder level too many?\n"
+    assert codes == [1, 1] and output == line * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["one_gpu", "fsdp"])
+def test_a_checkpoint_of_other_classes(start, tmp_path):
+    """As many, with another name: the outputs of the last layer belong to others."""
+    script = write(tmp_path, start, "images", ["resume"], epochs=1)
+    ranks = 1 if start == "one_gpu" else 2
+    assert "goes on after 1 of 1" in good(script, ranks=ranks) + good(script, ranks=ranks)
+    for part in ("train", "val"):
+        (tmp_path / "data" / part / "c").rename(tmp_path / "data" / part / "B")
+    codes, output = run_ranks(script, ranks=ranks)
+    assert codes == [1] * ranks and output == "checkpoint.pth is of other classes\n" * ranks
+
+
+@pytest.mark.full
+def test_a_checkpoint_from_before_a_feature_was_chosen(tmp_path):
+    """And of one that is chosen no longer: its part would be lost without a word."""
+    of = {more: write(tmp_path / more, "one_gpu", features=["resume", more]) for more in FEATURES}
+    good(of["ema"])
+    shutil.copy(tmp_path / "ema/checkpoint.pth", tmp_path / "schedule")
+    codes, output = run_ranks(of["schedule"])
+    assert codes == [1] and re.fullmatch(OTHER, output), output
+
+
+FEATURES = ["ema", "schedule"]
+OTHER = (
+    r"checkpoint\.pth is another script's: one of them lacks "
+    r"\{('average', 'scheduler'|'scheduler', 'average')\}\n"
+)
+
+
+@pytest.mark.full
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """One pixel of one image is enough."""
+    edits = [("    dataset = ", "    images[40, 0, 0, 0] = torch.nan\n    dataset = ")]
+    script = write(tmp_path, "torchrun", features=["resume", "best"], edits=edits)
+    codes, output = run_ranks(script, ranks=2)
+    line = "the weights are not finite: is the learning rate too large?\n"
+    assert codes == [1, 1] and output == line * 2
+    assert not [*tmp_path.glob("*.pth*")]
+
+
+HALF = """
+import os, torch
+real = torch.save
+def save(obj, file):
+    if os.path.exists("digits.pth") and "digits" in file:
+        open(file, "wb").write(b"half")
+        os._exit(9)
+    real(obj, file)
+torch.save = save
+"""
+
+
+@pytest.mark.full
+def test_killed_while_it_saves_better_weights_the_best_so_far_is_whole(tmp_path):
+    script = write(tmp_path, "one_gpu", features=["best"], epochs=5)
+    codes, _ = run_ranks(script, before=HALF)
+    assert codes == [9] and torch.load(tmp_path / "digits.pth")
+
+
+@pytest.mark.full
+def test_names_of_any_bytes_are_predictions_too(tmp_path):
+    """As an old zip has them."""
+    script = write(tmp_path, "one_gpu", "images", ["predictions"], epochs=1)
+    first = tmp_path / "data/val/a/0.png"
+    first.rename(first.with_name("caf\udce9.png"))
+    good(script)
+    assert b"data/val/a/caf\xe9.png," in (tmp_path / "predictions.csv").read_bytes()
+
+
+@pytest.mark.full
+def test_fsdp_goes_on_with_a_layer_that_is_not_used(tmp_path):
+    """It has no momentum: nothing is to be restored."""
+    edits = [
+        ("    net = build_net()", "    net = build_net()\n    net[2].unused = nn.Linear(5, 5)")
+    ]
+    script = write(tmp_path, "fsdp", features=["resume"], epochs=1, edits=edits)
+    good(script, ranks=2)
+    script.write_text(script.read_text().replace("EPOCHS = 1", "EPOCHS = 2"))
+    assert "goes on after 1 of 2 epochs" in good(script, ranks=2)
+
+
+@pytest.mark.full
+def test_labels_of_one_byte(tmp_path):
+    """As many files have them: 47 classes times 40 is more than 255."""
+    edits = [
+        ("CLASSES = 10", "CLASSES = 47"),
+        ("image, label\n", "image, torch.tensor(label).byte()\n"),
+    ]
+    script = write(tmp_path, "one_gpu", "own", ["f1"], epochs=1, edits=edits)
+    text = script.read_text()
+    begin = text.index("        $validated" if "$validated" in text else "        net.eval()")
+    perfect = "                output = nn.functional.one_hot(target.long(), CLASSES).float()\n"
+    rest = re.sub(r" +output = net\(.*\n", perfect, text[begin:])
+    script.write_text(text[:begin] + rest)
+    # Of 99 items: two or three of each class.
+    assert "F1 1.0000  epoch 0: 100.0 % correct" in good(script)

@@ -370,3 +370,10 @@ def test_workers_are_forked_before_gloo_has_threads(tmp_path, monkeypatch):
     code, output = Child(FORKS.replace("{root}", str(tmp_path))).wait()
     # Between them nvImageCodec says what it does not find, where it is loaded first.
     assert (code, re.findall("^(?:fork|meet)$", output, re.M)) == (0, ["fork", "fork", "meet"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_without_items(workers):
+    """A validation would divide by zero, after an epoch; now its loader is not even made."""
+    with pytest.raises(ValueError, match="has no items"):
+        start_loader([], None, 2, workers, "cpu")
