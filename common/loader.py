@@ -95,14 +95,13 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
     """A DataLoader whose workers are forked here, and live as long as it and this thread do.
 
     What is changed in the data set later does not reach them. sampler: yields the keys of
-    `dataset` that this process reads; None: all, in their order. Where it is a TrainSampler, give
-    the `seed` from which the random numbers of each item follow (see Seeded). local_batch_size: the
-    images of this process in a step. workers: processes that read; with 0 this one does.
-    collate_fn: makes a batch of a list of items, such as sequences of unlike length; default:
-    collate(), which it may call too. Raises ValueError for a data set without items, and OSError
-    where so many workers cannot be started.
+    `dataset` that this process reads; None: all, in their order. With a TrainSampler, give the
+    `seed` of each item's random numbers (see Seeded). local_batch_size: this process's images in a
+    step. workers: processes that read; with 0 this one does. collate_fn: makes a batch of a list of
+    items, such as sequences of unlike length; default: collate(), which it may call too. Raises
+    ValueError for a data set without items, OSError where so many workers cannot be started.
     """
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
+    if len(dataset) == 0:
         raise ValueError("a data set, for training or validation, has no items")
     keep_memory()  # each image is a new block of half a megabyte
     loader = DataLoader(
@@ -129,8 +128,7 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
             reason = f"{error.strerror} (of processes, open files or /dev/shm)"
             raise OSError(f"{workers} workers: {reason}: give fewer, or 0") from None
         loader.batch_sampler.sampler = sampler
-        # They ignore SIGTERM, with which multiprocessing would end them at the interpreter's exit,
-        # and then wait for ever. This runs before.
+        # Before multiprocessing ends them by SIGTERM, which they ignore, and waits for ever.
         atexit.register(_kill, weakref.WeakSet(iterator._workers))  # they go with their loader
     return loader
 
