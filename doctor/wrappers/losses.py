@@ -18,7 +18,7 @@ def install(torch):
         labels = not torch.compiler.is_compiling() and not target.is_floating_point()
         if labels and reduction == "mean" and torch.is_grad_enabled():
             kept = target[target != ignore_index]
-            counted = kept.numel() if weight is None else weight[kept].sum().item()
+            counted = kept.numel() if weight is None else weight[kept.long()].sum().item()
             note("mean", counted=counted)
 
     def mean_of_own(input, *dims, **more):
