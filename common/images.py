@@ -23,7 +23,7 @@ def image_folders(data, image_size, evaluate=False):
     """(train_set, val_set) of `data`/train and `data`/val; of the built-in digits if it is None.
 
     Both have the classes of the training images, in their order. With `evaluate` a missing train/
-    is no error: both are then those of val/. Raises ValueError where training needs others.
+    is no error: both are then those of val/. Raises ValueError for images that cannot be used.
     """
     augment = RandomCrop(image_size)
     if data is None:

@@ -4,17 +4,17 @@
 def passes_of(events):
     """Each pass over a loader: its event "pass", and what was done with its items.
 
-    items: of all its batches; read: how many batches; backwards: calls of backward() that follow a
-    forward pass of DDP, once each: others, as those of an attack, may be one's own; steps: of
-    optimizers; last: the place of the event of its last batch; cut: --steps has ended it; over: the
-    loader had no more; whole: all batches were read; forward: its first forward pass. It is
+    items: of all its batches; read: how many batches; backwards: how often DDP's forward pass was
+    followed by backward(): a process may call it more often without DDP, as an attack does; steps:
+    of optimizers; last: the place of the event of its last batch; cut: --steps has ended it; over:
+    the loader had no more; whole: all batches were read; forward: its first forward pass. It is
     "trained" if backward() was called in it, else "validated" if it was read without gradients, or
     a model was called so, or in eval mode. Of loaders that are zipped, backward() is in the pass
     that was read last; the others are read again after it. A validation is over before it, and so
     is a look at the first batch.
     """
     passes, now, backward = {}, None, -1  # the pass that was read last; the last backward()
-    called = False  # DDP, with the items of this batch, since the last backward()
+    called = False  # DDP, since the last backward()
     for event in events:
         backward = event["place"] if event["kind"] == "backward" else backward
         if event["kind"] == "pass":
@@ -29,7 +29,6 @@ def passes_of(events):
             now["trained"] |= is_zipped(now, backward)
             now["items"] += map(tuple, event["items"])
             now["read"] += 1
-            called = False
             now["last"] = event["place"]
             now["validated"] |= not event["grad"]
         elif now:

@@ -87,18 +87,18 @@ class Run(list):
     def rows(self, kind):
         """The n-th events of a kind in all processes; of each Join(), where some have more.
 
-        Steps are those of one optimizer, and means those of one line: a process may have an
-        optimizer of its own, as for a probe that rank 0 trains alone.
+        Steps are those of one model, and means those of one line: a process may have an optimizer
+        of its own, as for a probe that rank 0 trains alone.
         """
-        of = {"step": "optimizer", "mean": "line"}.get(kind, "kind")
+        key = {"step": trained_by, "mean": lambda event: event["line"]}.get(kind, lambda _: kind)
         found = []
         for part in zip(*(process.parts(kind) for process in self), strict=False):
             tables = [collections.defaultdict(list) for _ in part]
             for table, events in zip(tables, part, strict=True):
                 for event in events:
-                    table[event[of]].append(event)
-            for key in tables[0]:
-                found += zip(*(table.get(key, []) for table in tables), strict=False)
+                    table[key(event)].append(event)
+            for one in tables[0]:
+                found += zip(*(table.get(one, []) for table in tables), strict=False)
         return sorted(found, key=lambda row: row[0]["place"])
 
     def rounds(self, what):
@@ -157,38 +157,44 @@ class Run(list):
 
         Weights are noted before each step, and after the last: it is the step before the first row
         in which they differ, or that row if it is the first. None if they are the same again when
-        they are seen last, or were so in between though no file was loaded: they may part for some
-        steps on purpose. late: the row after the last step is the first in which they differ.
+        they are seen last: they may part for some steps on purpose. again: they were the same at a
+        look in between, and no file was loaded before it: they may part on purpose, too. late: the
+        row after the last step is the first in which they differ.
         """
         last = {}  # model: the last row with a step of it
         steps = [row for row in self.rows("step") + self.rows("last") if row[0]["weights"]]
         names = {name for row in steps for name in row[0]["weights"]}
-        apart = {name for name in names if self.stays_apart(steps, name)}
+        rows_of = {name: [row for row in steps if name in row[0]["weights"]] for name in names}
+        apart = {name for name, rows in rows_of.items() if has_parted(rows[-1], name)}
         for row in steps:
             for name in row[0]["weights"]:
                 model, _, name_there = name.partition(".")
                 if name in apart and has_parted(row, name):
                     cause = last.get(model, row)
                     orders = [event["order"].get(model, []) for event in cause]
-                    facts = {"name": name_there, "late": row[0]["kind"] == "last"}
+                    again = self.met_again(rows_of[name], name)
+                    late = row[0]["kind"] == "last"
+                    facts = {"name": name_there, "late": late, "again": again}
                     found = zip(cause, orders, strict=True)
                     return [e | facts | {"order": order} for e, order in found]
             if all(event["order"].keys() == row[0]["order"].keys() for event in row):
                 last |= dict.fromkeys(row[0]["order"], row)
         return None
 
-    def stays_apart(self, steps, name):
-        """Whether a weight differs when it is seen last, and from when it first did."""
-        rows = [row for row in steps if name in row[0]["weights"]]
-        if not has_parted(rows[-1], name):
-            return False
+    def met_again(self, rows, name):
+        """Whether a weight has parted, and was the same later, though no file was loaded."""
         parted = list(itertools.dropwhile(lambda row: not has_parted(row, name), rows))
-        loaded = any(
-            load["place"] > event["place"]
-            for process, event in zip(self, parted[0], strict=True)
+        again = next((row for row in parted if not has_parted(row, name)), None)
+        return again is not None and not any(
+            before["place"] < load["place"] < after["place"]
+            for process, before, after in zip(self, parted[0], again, strict=True)
             for load in process.of("load")
         )
-        return loaded or all(has_parted(row, name) for row in parted)
+
+
+def trained_by(step):
+    """The models of DDP that a step changes; without DDP the number of its optimizer."""
+    return tuple(sorted(step["order"])) or step["optimizer"]
 
 
 def is_over(one, other):

@@ -119,12 +119,14 @@ def findings(runs, others=()):
 
 
 def judged(run):
-    said, divided = [], run.divided()
+    said, divided, apart = [], run.divided(), run.apart()
+    on_purpose = bool(apart) and apart[0]["again"]
     for one in JUDGES:
         if divided and one.about not in OF_ALL:
             continue
         for answer in filter(None, answers(one, run)):
             certain = one.certain if answer.certain is None else answer.certain
+            certain &= not (one.about == "apart" and on_purpose)
             certain &= run.size <= len(run)  # those that were not seen may do what is missed here
             said.append((one, answer._replace(place=answer.place or one.place, certain=certain)))
     explained = {what for one, finding in said if finding.certain for what in one.explains}

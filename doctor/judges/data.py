@@ -54,20 +54,19 @@ def rank_in_sampler(row, run):
 def same_order(row, run):
     """Certain where a shuffled order of 8 items or more comes again, in any process.
 
-    Nothing where another loader begins again with its first epoch, as for a second training. Of a
-    sampler of the script's own only its order is seen: with another loader a hint.
+    Nothing where another loader begins again with its first epoch, as for a second training. A
+    hint for a sampler of the script's own, which may have one order on purpose.
     """
     before, one = row
     few = len(one["items"]) < 8  # their order may be the same by chance
-    own = one["told"] is None
+    own = one["told"] is None and one["shuffle"] is None
     shuffled = one["shuffle"] or (own and one["epoch"] == before["epoch"] and not ascending(one))
     if few or not shuffled or names(one) != names(before):
         return None
-    another = one["loader"] != before["loader"]
-    if another and one["told"]:
+    if one["told"] and one["loader"] != before["loader"]:
         return None
     text = say("the order is that of the epoch before: call set_epoch(epoch) of its sampler")
-    return Finding(one["line"], text, certain=not (another and own))
+    return Finding(one["line"], text, certain=not own)
 
 
 def ascending(one):

@@ -13,7 +13,8 @@ def never_validated(run):
     """Certain where drop_last leaves items out, or no process reads the part of another one.
 
     A hint where samplers choose a part: it may be meant to look at no more. So may the loader that
-    it trains with. Nothing where samplers divide one data set into training and validation.
+    it trains with, and what is read in training mode. Nothing where samplers divide one data set
+    into training and validation.
     """
     rows = validations(run)
     found = [one for row in rows if (one := left_out(row, rows, run))]
@@ -46,8 +47,10 @@ def left_out(row, rows, run):
         text = say("{text}: drop_last=True", text=text)
     # Those that it trains with, in an order that changes, are looked at for an estimate.
     trains = any(one["trained"] and loader(one) == loader(first) for one in run[0].passes)
-    # In training mode BatchNorm takes its statistics from them.
-    trains = trains or any(one["forward"] and one["forward"]["training"] for one in passes)
+    # In training mode, and without a sum of results, BatchNorm takes its statistics from them.
+    counted = any(added_up(one, run[rank]) for rank, one in row.items())
+    modes = any(one["forward"] and one["forward"]["training"] for one in passes)
+    trains = trains or (modes and not counted)
     share = shares(passes, run) and (added(row, run) if idle else never < len(run))
     return Finding(first["line"], text, certain=bool(dropped or share) and not trains)
 

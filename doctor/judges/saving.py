@@ -60,10 +60,12 @@ def all_write(run):
 
 def is_machines_own(path):
     """Whether it lies where each machine has a disk of its own, and not below the run's folder."""
-    folders = {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", "/scratch", "/run"}
+    folders = {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", "/run"}
     here = os.path.join(os.path.realpath(os.getcwd()), "")
     path = os.path.realpath(path)
-    return path.startswith(tuple(f"{one}/" for one in folders)) and not path.startswith(here)
+    return path.startswith(
+        tuple(f"{os.path.realpath(one)}/" for one in folders)
+    ) and not path.startswith(here)
 
 
 def writers_of(count, paths):

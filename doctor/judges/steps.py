@@ -2,9 +2,10 @@
 
 import re
 
-from ..run import differ, each
+from ..run import differ, each, trained_by
 from ..words import both, say
 from . import Finding, judge
+from .validation import other_weights
 
 # In the order of a step's calls: F and f are forward passes of DDP, f those in no_sync(); p is one
 # of the plain model, B a backward. The line is that of the letter in brackets.
@@ -100,7 +101,7 @@ def scheduled(run):
 
 @judge("run", NOT_THE_SAME, certain=True, explains=["weights"])
 def steps_differ(run):
-    """Certain for weights of DDP, FSDP, or averaged by hand, where all have ended well.
+    """Certain for weights of DDP, fully_shard, or averaged by hand, where all have ended well.
 
     Else a hint; nothing where it is a process's own optimizer beside such ones. Outside of Join(),
     in which each process steps for itself.
@@ -108,8 +109,8 @@ def steps_differ(run):
     if any(process.end["error"] != "" for process in run):
         return None
     outside = [[s for part in process.parts("step")[::2] for s in part] for process in run]
-    for name in dict.fromkeys(step["optimizer"] for steps in outside for step in steps):
-        steps = [[s for s in of_one if s["optimizer"] == name] for of_one in outside]
+    for name in dict.fromkeys(trained_by(step) for steps in outside for step in steps):
+        steps = [[s for s in of_one if trained_by(s) == name] for of_one in outside]
         counts = [*map(len, steps)]
         if len({*counts}) > 1:
             longest = max(steps, key=len)
@@ -162,7 +163,7 @@ def weights_differ(row, run):
     A hint after the last step: a process may have changed its own for what it does alone. What is
     validated so has a judge of its own.
     """
-    if row[0]["late"] and any(differ(look, "weights") for look in run.looks()):
+    if row[0]["late"] and any(other_weights(look) for look in run.looks() if look[0]["wrapped"]):
         return None
     text = say("from here on {name} differs between the processes", name=row[0]["name"])
     return Finding(row[0]["line"], text, certain=not row[0]["late"])

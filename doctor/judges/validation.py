@@ -218,14 +218,19 @@ def other_model(row, run):
     """Certain where what several models have got right is added up, and one is trained."""
     of_all = [[one for one in p.passes if one["validated"]] for p in run]
     together = all(of_all) and added_up(of_all[0][0], run[0])
-    same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
     # Of what DDP has wrapped a judge of steps has told where it came apart, if it saw it.
     parted = row[0]["wrapped"] and run.apart()
     told = parted and not parted[0]["late"]
-    if differ(row, "weights") and same and not told:
+    if other_weights(row) and not told:
         name = next(n for n in row[0]["weights"] if len({e["weights"][n] for e in row}) > 1)
         text = say("{name} of the model that is validated differs between the processes", name=name)
         return Finding(row[0]["line"], text, certain=together and train_one_model(run))
+
+
+def other_weights(row):
+    """Whether one model is looked at in all processes, with other weights."""
+    same = all(event["weights"].keys() == row[0]["weights"].keys() for event in row)
+    return same and differ(row, "weights")
 
 
 @judge("looks", "doctor.md#the-processes-do-not-do-the-same", certain=True)

@@ -11,7 +11,8 @@ from .models import NAMES, ORDERS, validated
 OPTIMIZERS = []  # weak references, in the order in which they were made
 stepping = set()  # optimizers in their step, which may call that of their parent class
 zeroed = {}  # id of an optimizer: calls of zero_grad() since its last step
-versions = {}  # id of an optimizer: versions_of() its weights after its last step
+# id of an optimizer: (the weights of DDP's models that it has, their versions after its last step)
+versions = {}
 scaled = []  # the GradScaler whose scale() was called since the last unscale_(), if it is on
 # What gradient_of() knows until the next backward(): "at", {address of a gradient: whose}, and
 # "whole", how many numbers all gradients have
@@ -101,7 +102,8 @@ def part_of(weight):
 
 def leave_step(optimizer, *_):
     stepping.discard(optimizer)
-    versions[id(optimizer)] = versions_of(wrapped_by(optimizer))
+    if wrapped := wrapped_by(optimizer):
+        versions[id(optimizer)] = wrapped, versions_of(wrapped)
 
 
 def leave_group(group=None):
@@ -126,10 +128,10 @@ def look_last():
     A process may have loaded others into its own since: these are left out.
     """
     weights = {}
-    for optimizer in filter(None, (reference() for reference in OPTIMIZERS)):
-        wrapped = wrapped_by(optimizer)
-        if wrapped and versions.pop(id(optimizer), None) == versions_of(wrapped):
+    for wrapped, version in versions.values():
+        if version == versions_of(wrapped):
             weights |= {f"{model}.{name}": checksum(w) for model, name, w in wrapped}
+    versions.clear()
     if weights:
         note("last", weights=weights, order={})
 

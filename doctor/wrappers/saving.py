@@ -15,7 +15,7 @@ numbers = itertools.count()  # of files that are written
 # How processes wait for each other without torch: they poll a file, or use a lock or an event.
 WAITS = re.compile(
     r"^\s*while\b.*\b(exists|isfile|is_file)\b"
-    r"|^\s*while (True|1):(.*\n){1,4}?.*\b(exists|isfile|is_file)\b"
+    r"|^\s*while (True|1):(?=(.*\n){1,6}?.*\bsleep\()(.*\n){1,4}?.*\b(exists|isfile|is_file)\b"
     r"|\b(SoftFileLock|FileLock|flock|lockf|Barrier|Condition|(?<!cuda\.)Event|Semaphore)\b",
     re.MULTILINE,
 )

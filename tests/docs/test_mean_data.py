@@ -312,6 +312,8 @@ def verdict(case, folder):
     if codes is None:
         return f"HANGS: {output[-300:]}"
     said = KINDS[case.kind]
+    if case.data == "images" and case.kind in ("one class", "one to validate"):
+        said = "1 class in data/train: is it one folder level too many"
     if any(codes):
         if 0 in codes:
             return f"SOME END WELL {codes}: {output[-500:]}"

@@ -156,7 +156,7 @@ def process(*kinds, **more):
     pairs = [(kind, {}) if isinstance(kind, str) else kind for kind in kinds]
     facts = {"line": "t.py:1", "made": "t.py:1", "stream": False, "batches": 1, "grad": True}
     facts |= {"trains": True, "training": True, "items": [["0:0", "1", "1"]], "number": 0}
-    facts |= {"world_size": 2, "synced": None} | more
+    facts |= {"world_size": 2, "synced": None, "order": {}, "optimizer": 0, "weights": {}} | more
     return Process([facts | {"kind": kind} | own for kind, own in pairs])
 
 
