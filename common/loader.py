@@ -101,7 +101,7 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
     items, such as sequences of unlike length; default: collate(), which it may call too. Raises
     ValueError for a data set without items, OSError where so many workers cannot be started.
     """
-    if len(dataset) == 0:
+    if hasattr(dataset, "__len__") and len(dataset) == 0:  # a stream has none
         raise ValueError("a data set, for training or validation, has no items")
     keep_memory()  # each image is a new block of half a megabyte
     loader = DataLoader(
@@ -128,7 +128,7 @@ def start_loader(dataset, sampler, local_batch_size, workers, device, seed=None,
             reason = f"{error.strerror} (of processes, open files or /dev/shm)"
             raise OSError(f"{workers} workers: {reason}: give fewer, or 0") from None
         loader.batch_sampler.sampler = sampler
-        # Before multiprocessing ends them by SIGTERM, which they ignore, and waits for ever.
+        # It runs before multiprocessing sends SIGTERM, which they ignore, and waits for ever.
         atexit.register(_kill, weakref.WeakSet(iterator._workers))  # they go with their loader
     return loader
 

@@ -119,14 +119,12 @@ def findings(runs, others=()):
 
 
 def judged(run):
-    said, divided, apart = [], run.divided(), run.apart()
-    on_purpose = bool(apart) and apart[0]["again"]
+    said, divided = [], run.divided()
     for one in JUDGES:
         if divided and one.about not in OF_ALL:
             continue
         for answer in filter(None, answers(one, run)):
             certain = one.certain if answer.certain is None else answer.certain
-            certain &= not (one.about == "apart" and on_purpose)
             certain &= run.size <= len(run)  # those that were not seen may do what is missed here
             said.append((one, answer._replace(place=answer.place or one.place, certain=certain)))
     explained = {what for one, finding in said if finding.certain for what in one.explains}
@@ -137,7 +135,10 @@ def answers(one, run):
     """What a judge says of each thing it is asked about. If it fails, that is told, no more."""
     try:
         asks = [(run,)] if one.about == "run" else [(row, run) for row in ABOUT[one.about](run)]
-        return [one.ask(*what) for what in asks]
+        found = [one.ask(*what) for what in asks]
+        if one.about == "apart" and asks and asks[0][0][0]["again"]:  # they may part on purpose
+            return [answer and answer._replace(certain=False) for answer in found]
+        return found
     except Exception as error:
         run.faults.append(f"{type(error).__name__}: {error} ({one.ask.__name__})")
         return []
